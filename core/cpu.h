@@ -13,7 +13,7 @@ namespace quantd::core {
 
 // Names of the targets that this build and this CPU have, best first; "scalar"
 // (the plain definitions) is always the last. E.g. {"avx3", "avx2", "sse4",
-// "ssse3", "sse2", "scalar"}.
+// "scalar"}.
 std::vector<std::string> AvailableSimdTargets();
 
 // Makes all kernels use this target, for the whole process; "auto" or empty

@@ -42,11 +42,6 @@
 namespace quantd::server {
 namespace {
 
-constexpr int64_t kKiB = int64_t{1} << 10;
-constexpr int64_t kMiB = int64_t{1} << 20;
-constexpr int64_t kGiB = int64_t{1} << 30;
-constexpr int64_t kTiB = int64_t{1} << 40;
-
 std::string QuoteToml(absl::string_view text) {
   return absl::StrCat("\"", text, "\"");
 }

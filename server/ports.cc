@@ -30,7 +30,6 @@
 namespace quantd::server {
 namespace {
 
-constexpr absl::string_view kUnixScheme = "unix:";
 // How often it is told that connections are refused, or wait.
 constexpr absl::Duration kLogInterval = absl::Minutes(1);
 // Of the connections, so many are left to unix sockets: for who looks after the

@@ -12,6 +12,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "grpcpp/grpcpp.h"
@@ -22,6 +23,9 @@
 #include "server/net/listening_socket.h"
 
 namespace quantd::server {
+
+// An address that begins so is the path of a unix socket.
+constexpr absl::string_view kUnixScheme = "unix:";
 
 struct PortOptions {
   // "host:port" or "unix:path"; port 0 takes a free one.

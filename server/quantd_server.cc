@@ -32,6 +32,7 @@
 #include "server/goodbye.h"
 #include "server/guard/free_memory.h"
 #include "server/logging.h"
+#include "server/ports.h"
 #include "server/rpc/builtin_guard.h"
 #include "server/rpc/stream_transport.h"
 
@@ -96,8 +97,6 @@ constexpr int kMaxPingStrikes = 2;
 
 // How long a port may take to answer its own server.
 constexpr absl::Duration kDialTimeout = absl::Seconds(5);
-
-constexpr absl::string_view kUnixScheme = "unix:";
 
 // Registers gRPC's plugins, which are global, once.
 void InitPlugins() {

@@ -41,7 +41,7 @@ namespace {
 
 constexpr int64_t kRowElements = 4096;
 
-struct Options {
+struct BenchOptions {
   std::string operation = "quantize";
   int streams = 1;
   int connections = 1;
@@ -235,8 +235,8 @@ Encoding Narrowed(Encoding encoding, int steps) {
   return encoding;
 }
 
-void DriveOperation(const Options& options, const Load& load, Client* client,
-                    const std::atomic<Phase>& phase,
+void DriveOperation(const BenchOptions& options, const Load& load,
+                    Client* client, const std::atomic<Phase>& phase,
                     Measurements* measurements) {
   const size_t count = static_cast<size_t>(options.in_flight);
   StreamMemory memory(options.shared_memory ? client : nullptr);
@@ -282,13 +282,13 @@ void DriveOperation(const Options& options, const Load& load, Client* client,
 // Normal data in rows of 4,096, quantized once by the server for the encoding
 // and the codes.
 // As the command line has it.
-std::string SpecText(const SpecOptions& spec) {
+std::string FirstSpecText(const SpecOptions& spec) {
   return spec.specs.empty() ? absl::StrCat(spec.format, ":", spec.granularity)
                             : spec.specs[0];
 }
 
-absl::StatusOr<Load> MakeLoad(const Options& options, const SpecTemplate& spec,
-                              Client* client) {
+absl::StatusOr<Load> MakeLoad(const BenchOptions& options,
+                              const SpecTemplate& spec, Client* client) {
   Load load;
   const int64_t count = std::max<int64_t>(1, options.tensor_bytes / 4);
   load.shape = count % kRowElements == 0
@@ -328,8 +328,9 @@ struct Window {
       : server_cpu(server_pid > 0 ? ProcessCpuSeconds(server_pid) : -1) {}
 };
 
-void Report(const Options& options, const Window& begin, const Window& end,
-            const std::vector<double>& latencies, Session* session) {
+void ReportBench(const BenchOptions& options, const Window& begin,
+                 const Window& end, const std::vector<double>& latencies,
+                 Session* session) {
   const double seconds = absl::ToDoubleSeconds(end.time - begin.time);
   const double tensor_bytes =
       static_cast<double>(std::max<int64_t>(1, options.tensor_bytes / 4)) * 4;
@@ -351,7 +352,7 @@ void Report(const Options& options, const Window& begin, const Window& end,
       {"shared_memory", options.shared_memory},
       {"chunk_bytes", options.chunk_bytes},
       {"tensor_bytes", static_cast<int64_t>(tensor_bytes)},
-      {"spec", SpecText(options.spec)},
+      {"spec", FirstSpecText(options.spec)},
       {"seconds", seconds},
       {"tensor_count", latencies.size()},
       {"gigabytes_per_second", gigabytes / seconds},
@@ -386,7 +387,7 @@ void Wait(double seconds, const Measurements& measurements) {
   }
 }
 
-void Run(const Options& options, Session* session) {
+void RunBench(const BenchOptions& options, Session* session) {
   const absl::StatusOr<SpecSet> specs = options.spec.ParseSet();
   if (!specs.ok()) return session->FailUsage(specs.status());
   if (!specs->overrides.empty()) {
@@ -429,7 +430,7 @@ void Run(const Options& options, Session* session) {
     return session->FailUsage(ArgumentInvalidError(
         "expected a --duration in which at least one tensor is done"));
   }
-  Report(options, begin, end, latencies, session);
+  ReportBench(options, begin, end, latencies, session);
 }
 
 }  // namespace
@@ -437,7 +438,7 @@ void Run(const Options& options, Session* session) {
 void AddBenchCommand(Command* quantctl, Session* session) {
   Command* const command = quantctl->AddCommand(
       "bench", "Measure a live server with tensors of normal data");
-  const auto options = std::make_shared<Options>();
+  const auto options = std::make_shared<BenchOptions>();
   command->AddOption("--op", &options->operation, "", "What to measure")
       ->OneOf({"quantize", "dequantize", "calibrate", "evaluate"})
       ->ShowDefault();
@@ -493,7 +494,7 @@ void AddBenchCommand(Command* quantctl, Session* session) {
       ->Positive();
   options->spec.AddOptionsWithPatterns(command);
   command->AddExample("quantctl bench --op quantize --spec int8:per-channel");
-  command->OnRun([options, session] { Run(*options, session); });
+  command->OnRun([options, session] { RunBench(*options, session); });
 }
 
 }  // namespace quantd::cli

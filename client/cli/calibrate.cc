@@ -31,7 +31,7 @@
 namespace quantd::cli {
 namespace {
 
-struct Options {
+struct CalibrateOptions {
   std::string input;
   NameOptions name;
   SpecOptions spec;
@@ -51,7 +51,7 @@ struct Options {
 };
 
 // What --granularity means for the statistics of a contribution.
-v1::Contribution MakeContribution(const Options& options,
+v1::Contribution MakeContribution(const CalibrateOptions& options,
                                   const Granularity& granularity) {
   v1::Contribution contribution;
   contribution.set_source(options.source);
@@ -127,7 +127,7 @@ absl::Status CheckStatisticsSize(
       "or give --force-statistics"));
 }
 
-void Run(const Options& options, Session* session) {
+void RunCalibrate(const CalibrateOptions& options, Session* session) {
   const bool has_spec = options.HasSpec();
   const bool contributes = !options.source.empty();
   const absl::StatusOr<SpecSet> specs = options.spec.ParseSet(contributes);
@@ -288,7 +288,7 @@ void AddCalibrateCommand(Command* quantctl, Session* session) {
       "calibrate",
       "Compute the encodings of a file's tensors, or add to the statistics "
       "that encodings are computed from later, and keep them on the server");
-  const auto options = std::make_shared<Options>();
+  const auto options = std::make_shared<CalibrateOptions>();
   command
       ->AddArgument("file", &options->input, "FILE",
                     "safetensors, .npy, .gguf or .onnx file, or a folder with "
@@ -359,7 +359,7 @@ void AddCalibrateCommand(Command* quantctl, Session* session) {
     if (options->name.model.empty()) {
       options->name.model = FileStem(options->input);
     }
-    Run(*options, session);
+    RunCalibrate(*options, session);
   });
 }
 

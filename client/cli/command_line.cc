@@ -116,12 +116,6 @@ std::string DidYouMean(absl::string_view word,
   return nearest.empty() ? "" : absl::StrCat("; did you mean ", nearest, "?");
 }
 
-std::vector<std::string> CommandNames(const Command& command) {
-  std::vector<std::string> names;
-  for (const Command& sub : command.commands()) names.push_back(sub.name());
-  return names;
-}
-
 // The command that these words lead to; `words` keeps those behind it.
 const Command* Find(const Command& program, std::vector<std::string>* words,
                     std::string* path) {
@@ -221,6 +215,12 @@ std::string FailureMessage(const CLI::App* app, const Command& program,
 }
 
 }  // namespace
+
+std::vector<std::string> CommandNames(const Command& command) {
+  std::vector<std::string> names;
+  for (const Command& sub : command.commands()) names.push_back(sub.name());
+  return names;
+}
 
 Option::Option(CLI::Option* option, absl::string_view names,
                std::string value_name, std::string help)

@@ -162,6 +162,9 @@ class Command {
   std::deque<Command> commands_;
 };
 
+// Names of the commands below `command`.
+std::vector<std::string> CommandNames(const Command& command);
+
 // The whole command line of a program. Not thread-safe.
 class CommandLine {
  public:

@@ -20,7 +20,7 @@ namespace {
 constexpr char kHelpNames[] = "-h --help";
 
 // A command and how it is called: "quantctl encodings list".
-struct Place {
+struct CompletionPlace {
   std::string path;
   const Command* command;
   // Null for the program.
@@ -28,7 +28,7 @@ struct Place {
 };
 
 void AddPlaces(const std::string& path, const Command& command,
-               const Command* parent, std::vector<Place>* places) {
+               const Command* parent, std::vector<CompletionPlace>* places) {
   places->push_back({path, &command, parent});
   for (const Command& sub : command.commands()) {
     AddPlaces(absl::StrCat(path, " ", sub.name()), sub, &command, places);
@@ -36,16 +36,10 @@ void AddPlaces(const std::string& path, const Command& command,
 }
 
 // The program first.
-std::vector<Place> AllPlaces(const Command& program) {
-  std::vector<Place> places;
+std::vector<CompletionPlace> AllPlaces(const Command& program) {
+  std::vector<CompletionPlace> places;
   AddPlaces(program.name(), program, nullptr, &places);
   return places;
-}
-
-std::vector<std::string> CommandNames(const Command& command) {
-  std::vector<std::string> names;
-  for (const Command& sub : command.commands()) names.push_back(sub.name());
-  return names;
 }
 
 bool TakesFileArgument(const Command& command) {
@@ -60,7 +54,7 @@ std::string SingleQuoted(absl::string_view text) {
 }
 
 // Names of the options of a command that begin with a dash.
-std::vector<std::string> OptionNames(const Command& command) {
+std::vector<std::string> DashedNames(const Command& command) {
   std::vector<std::string> names;
   for (const Option& option : command.options()) {
     if (option.IsArgument() || option.IsHidden()) continue;
@@ -71,7 +65,7 @@ std::vector<std::string> OptionNames(const Command& command) {
 
 // Patterns of a `case` over "PATH OPTION": an option of the program has its
 // meaning behind every command.
-std::string BashPatterns(const Place& place, const Option& option) {
+std::string BashPatterns(const CompletionPlace& place, const Option& option) {
   return absl::StrJoin(
       option.names(), "|", [&](std::string* out, const std::string& name) {
         if (place.parent == nullptr) {
@@ -133,7 +127,7 @@ std::vector<std::string> ZshSpecifications(const Command& command) {
 }
 
 // The condition under which the shell is behind this command.
-std::string FishCondition(const Place& place) {
+std::string FishCondition(const CompletionPlace& place) {
   std::vector<std::string> parts;
   const std::vector<std::string> words = absl::StrSplit(place.path, ' ');
   for (size_t i = 1; i < words.size(); ++i) {
@@ -151,7 +145,7 @@ std::string BashCompletion(const Command& program) {
   std::string values;
   std::string options;
   std::string words;
-  for (const Place& place : AllPlaces(program)) {
+  for (const CompletionPlace& place : AllPlaces(program)) {
     const std::string quoted = absl::StrCat("\"", place.path, "\"");
     if (place.parent != nullptr) {
       absl::StrAppend(&commands, commands.empty() ? "" : "|", quoted);
@@ -175,7 +169,7 @@ std::string BashCompletion(const Command& program) {
         BashCase(
             quoted,
             absl::StrCat("words=\"",
-                         absl::StrJoin(OptionNames(*place.command), " "),
+                         absl::StrJoin(DashedNames(*place.command), " "),
                          place.parent == nullptr ? " --version" : "", "\"")));
     if (!place.command->commands().empty()) {
       absl::StrAppend(
@@ -224,7 +218,7 @@ std::string BashCompletion(const Command& program) {
       options,
       "    esac\n"
       "    words+=\" ",
-      absl::StrJoin(OptionNames(program), " "), " ", kHelpNames,
+      absl::StrJoin(DashedNames(program), " "), " ", kHelpNames,
       "\"\n"
       "  else\n"
       "    case \"$command\" in\n",
@@ -250,7 +244,7 @@ std::string ZshCompletion(const Command& program) {
       "#compdef ", name, "\n# Completes ", name, " in zsh; written by: ", name,
       " completion zsh\n", "typeset -ga ", globals, "\n", globals, "=(\n  ",
       absl::StrJoin(ZshSpecifications(program), "\n  "), "\n)\n");
-  for (const Place& place : AllPlaces(program)) {
+  for (const CompletionPlace& place : AllPlaces(program)) {
     const std::string function = ZshFunction(place.path);
     std::vector<std::string> specifications;
     if (place.parent != nullptr) {
@@ -296,7 +290,7 @@ std::string FishCompletion(const Command& program) {
   std::string script =
       absl::StrCat("# Completes ", name, " in fish; written by: ", name,
                    " completion fish\ncomplete -c ", name, " -f\n");
-  for (const Place& place : AllPlaces(program)) {
+  for (const CompletionPlace& place : AllPlaces(program)) {
     const std::string condition = FishCondition(place);
     std::string begin = absl::StrCat("complete -c ", name);
     if (!condition.empty()) {

@@ -29,15 +29,13 @@
 namespace quantd::cli {
 namespace {
 
-int64_t CeilDivide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
-
 // Scales of MX: 2^(byte - 127).
 bool IsPowers(files::Dtype dtype) {
   return dtype == files::Dtype::kU8 || dtype == files::Dtype::kF8E8M0;
 }
 
 template <typename T>
-std::vector<T> Elements(const files::FileTensor& tensor) {
+std::vector<T> CopiedElements(const files::FileTensor& tensor) {
   return CopyElements<T>(tensor.data);
 }
 
@@ -203,9 +201,9 @@ class ModuleReader {
       return Malformed(module, "expected a weight_shape of two integers");
     }
     if (shape->dtype == files::Dtype::kI64) {
-      tensor->shape = Elements<int64_t>(*shape);
+      tensor->shape = CopiedElements<int64_t>(*shape);
     } else {
-      for (const int32_t size : Elements<int32_t>(*shape)) {
+      for (const int32_t size : CopiedElements<int32_t>(*shape)) {
         tensor->shape.push_back(size);
       }
     }
@@ -214,7 +212,7 @@ class ModuleReader {
     const int64_t columns = tensor->shape[1];
     if (!count.ok() || packed.dtype != files::Dtype::kI32 ||
         packed.shape !=
-            std::vector<int64_t>{rows, CeilDivide(columns * bits, 32)}) {
+            std::vector<int64_t>{rows, PackedWords(columns, bits)}) {
       return Malformed(
           module,
           absl::StrCat("expected a weight_packed of I32 that holds ", bits,
@@ -271,7 +269,7 @@ class ModuleReader {
                        "weight_global_scale of F32");
     }
     encoding.set_format(v1::NUMBER_FORMAT_NVFP4);
-    const float global_scale = Elements<float>(*global)[0];
+    const float global_scale = CopiedElements<float>(*global)[0];
     encoding.add_outer_scale(1.0f / global_scale);
     if (!IsExactInverse(global_scale, encoding.outer_scale(0))) {
       tensor->note =
@@ -334,7 +332,7 @@ class ModuleReader {
     const int count = encoding.scale_size();
     if (zero_point.dtype == files::Dtype::kI8 &&
         zero_point.data.size() == static_cast<size_t>(count)) {
-      for (const int8_t value : Elements<int8_t>(zero_point)) {
+      for (const int8_t value : CopiedElements<int8_t>(zero_point)) {
         encoding.add_zero_point(value);
       }
       return absl::OkStatus();
@@ -343,12 +341,12 @@ class ModuleReader {
     const int64_t groups = rows > 0 ? count / rows : 0;
     if (zero_point.dtype != files::Dtype::kI32 || groups * rows != count ||
         zero_point.shape !=
-            std::vector<int64_t>{CeilDivide(rows * bits, 32), groups}) {
+            std::vector<int64_t>{PackedWords(rows, bits), groups}) {
       return Malformed(module,
                        "expected a weight_zero_point as many as scales, I8 or "
                        "packed in I32");
     }
-    std::vector<uint32_t> words = Elements<uint32_t>(zero_point);
+    std::vector<uint32_t> words = CopiedElements<uint32_t>(zero_point);
     encoding.mutable_zero_point()->Resize(count, 0);
     for (int64_t group = 0; group < groups; ++group) {
       BitStream stream(bits, words.data() + group, static_cast<size_t>(groups));
@@ -375,7 +373,7 @@ class ModuleReader {
                        "expected a weight_g_idx of I32, the group of each "
                        "column of a matrix in groups");
     }
-    const std::vector<int32_t> numbers = Elements<int32_t>(groups);
+    const std::vector<int32_t> numbers = CopiedElements<int32_t>(groups);
     if (std::find(numbers.begin(), numbers.end(), -1) != numbers.end()) {
       return absl::OkStatus();
     }

@@ -61,7 +61,7 @@ void AddCacheParts(const TensorInput& input,
 }
 
 // `config` is of `config_path`.
-absl::StatusOr<std::vector<QuantizedTensor>> ReadModules(
+absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressedModules(
     const TensorInput& input, const std::string& path,
     const std::string& config_path, const Json& config) {
   CompressedSchemes schemes;
@@ -126,7 +126,7 @@ absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressed(
         config_path, "a quantization that is not of compressed-tensors");
   }
   absl::StatusOr<std::vector<QuantizedTensor>> tensors =
-      ReadModules(input, path, config_path, *config);
+      ReadCompressedModules(input, path, config_path, *config);
   if (!tensors.ok()) return tensors.status();
   const absl::StatusOr<ElementType> of_model = ElementTypeOfModel(document);
   for (QuantizedTensor& tensor : *tensors) {

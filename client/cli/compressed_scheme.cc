@@ -23,8 +23,6 @@ using Kind = ActivationsChoice::Kind;
 
 // The largest E2M1 number times the largest E4M3 number.
 constexpr float kNvfp4Largest = 6.0f * 448.0f;
-constexpr int64_t kNvfp4Group = 16;
-constexpr int64_t kMxGroup = 32;
 
 template <typename T>
 std::vector<uint8_t> BytesOfOne(T value) {
@@ -34,7 +32,7 @@ std::vector<uint8_t> BytesOfOne(T value) {
 }
 
 // The spec of inputs that goes with weights of these arguments.
-std::string SpecFor(const Json& weights) {
+std::string SpecOfWeights(const Json& weights) {
   if (weights["type"] == "int") return "int8";
   const bool is_group = weights["strategy"] == "group";
   if (weights["num_bits"] == 8) {
@@ -226,7 +224,7 @@ absl::StatusOr<ActivationsChoice> ParseActivations(absl::string_view text) {
 absl::StatusOr<Json> InputArguments(const ActivationsChoice& choice,
                                     const Json& weights) {
   if (choice.kind == Kind::kNone) return Json();
-  return ArgumentsOf(choice.spec.empty() ? SpecFor(weights) : choice.spec,
+  return ArgumentsOf(choice.spec.empty() ? SpecOfWeights(weights) : choice.spec,
                      choice.kind == Kind::kDynamic);
 }
 

@@ -18,12 +18,7 @@
 namespace quantd::cli {
 namespace {
 
-constexpr int64_t kNvfp4Group = 16;
-constexpr int64_t kMxGroup = 32;
-
-int64_t CeilDivide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
-
-absl::Status NotHeld(absl::string_view what) {
+absl::Status NotInCompressedTensors(absl::string_view what) {
   return ArgumentInvalidError(absl::StrCat("compressed-tensors holds ", what));
 }
 
@@ -55,7 +50,7 @@ absl::StatusOr<Json> StrategyOf(const std::vector<int64_t>& scale_shape,
     json["strategy"] = "channel";
     return json;
   }
-  return NotHeld(
+  return NotInCompressedTensors(
       "scales per tensor, per row, and of matrices in groups along rows or in "
       "blocks");
 }
@@ -69,7 +64,7 @@ absl::StatusOr<CompressedLayout> CompressedLayoutOf(
   if (!format.ok()) return format.status();
   const std::string module(ModuleOf(name));
   if (module.empty()) {
-    return NotHeld(
+    return NotInCompressedTensors(
         "tensors that are named MODULE.weight; experts.gate_up_proj and "
         "experts.down_proj become such if they are stacks of matrices whose "
         "shapes fit, without biases");
@@ -91,7 +86,8 @@ absl::StatusOr<CompressedLayout> CompressedLayoutOf(
       layout.is_mxfp8 || encoding.format() == v1::NUMBER_FORMAT_FLOAT8_E4M3FN;
   const bool is_fp4 = layout.is_nvfp4 || layout.is_mxfp4;
   if (encoding.zero_points_are_real()) {
-    return NotHeld("zero points that are codes, not between them");
+    return NotInCompressedTensors(
+        "zero points that are codes, not between them");
   }
   const bool is_integer = format->kind == CodeKind::kInteger &&
                           format->bits <= kMostCompressedBits &&
@@ -99,7 +95,7 @@ absl::StatusOr<CompressedLayout> CompressedLayoutOf(
   if (!(is_fp4 || layout.is_float8 || is_integer) ||
       (layout.is_float8 && !layout.is_mxfp8 &&
        scale_type > v1::SCALE_TYPE_BFLOAT16)) {
-    return NotHeld(
+    return NotInCompressedTensors(
         absl::StrCat("integers of at most 8 bits, float8_e4m3fn, nvfp4, "
                      "mxfp4_e2m1 and mxfp8_e4m3, not ",
                      format_name));
@@ -122,10 +118,11 @@ absl::StatusOr<CompressedLayout> CompressedLayoutOf(
     if (!is_matrix || block_size.size() != 2 || block_size[0] != 1 ||
         block_size[1] != group || shape[1] % 2 != 0 ||
         counts->outer_scale > 1) {
-      return NotHeld(absl::StrCat(format_name,
-                                  " of matrices with an even "
-                                  "number of columns in groups of ",
-                                  group));
+      return NotInCompressedTensors(
+          absl::StrCat(format_name,
+                       " of matrices with an even "
+                       "number of columns in groups of ",
+                       group));
     }
     layout_name = layout.is_nvfp4   ? "nvfp4-pack-quantized"
                   : layout.is_mxfp4 ? "mxfp4-pack-quantized"
@@ -134,7 +131,7 @@ absl::StatusOr<CompressedLayout> CompressedLayoutOf(
     (*scheme)["group_size"] = group;
   }
   if (is_integer && !layout.is_packed && format->bits < kMostCompressedBits) {
-    return NotHeld("fewer than 8 bits of matrices alone");
+    return NotInCompressedTensors("fewer than 8 bits of matrices alone");
   }
   Json weights = {{"num_bits", is_fp4 ? 4 : format->bits},
                   {"type", is_integer ? "int" : "float"},
@@ -164,7 +161,7 @@ absl::StatusOr<CompressedLayout> CompressedLayoutOf(
   }
   if (layout.is_packed) {
     add(".weight_packed", files::Dtype::kI32,
-        {shape[0], CeilDivide(shape[1] * format->bits, 32)});
+        {shape[0], PackedWords(shape[1], format->bits)});
     add(".weight_shape", files::Dtype::kI64, {2});
   } else {
     add(kCompressedWeight,
@@ -176,7 +173,7 @@ absl::StatusOr<CompressedLayout> CompressedLayoutOf(
   if (layout.is_symmetric) return layout;
   if (PacksZeroPoints(layout)) {
     add(".weight_zero_point", files::Dtype::kI32,
-        {CeilDivide(shape[0] * format->bits, 32), (*blocks)[1]});
+        {PackedWords(shape[0], format->bits), (*blocks)[1]});
   } else {
     add(".weight_zero_point", files::Dtype::kI8, scale_shape);
   }
@@ -208,7 +205,7 @@ absl::Status CheckGroups(const EncodingSpec& spec,
   // Rows of blocks may be ragged, columns not.
   if (block.size() == 2 && block[0] > 1) group = block[1];
   if (group == 0 || columns % group == 0) return absl::OkStatus();
-  return NotHeld(absl::StrCat(
+  return NotInCompressedTensors(absl::StrCat(
       "groups that divide the columns of a matrix, got ", columns,
       " columns and groups of ", group,
       "; take a group size that divides them, or per-channel (--spec "

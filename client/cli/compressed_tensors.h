@@ -41,6 +41,15 @@
 
 namespace quantd::cli {
 
+// Elements of a group of NVFP4, and of the MX formats.
+constexpr int64_t kNvfp4Group = 16;
+constexpr int64_t kMxGroup = 32;
+
+// Number of int32 that hold so many codes of `bits` bits, one behind the other.
+inline int64_t PackedWords(int64_t codes, int64_t bits) {
+  return (codes * bits + 31) / 32;
+}
+
 // Of a model's folder; says how it is quantized.
 constexpr char kModelConfigName[] = "config.json";
 

@@ -47,7 +47,7 @@ constexpr size_t kMostInlineScaleBytes = 256 << 10;
 // Of floats in memory.
 constexpr int64_t kDecodeBytes = 4 << 20;
 
-struct Options {
+struct DequantizeOptions {
   std::string input;
   OutputOptions output;
   bool keep_going = false;
@@ -55,7 +55,7 @@ struct Options {
   StreamsOption streams = {1};
 };
 
-struct Outcome {
+struct DequantizeOutcome {
   std::string name;
   std::vector<int64_t> shape;
   // Empty for one that is left out.
@@ -82,7 +82,7 @@ absl::Status PlaceWithMetadata(const TensorInput& input,
 // One run of `quantctl dequantize`. Not thread-safe.
 class Dequantizer {
  public:
-  Dequantizer(const Options& options, Session* session)
+  Dequantizer(const DequantizeOptions& options, Session* session)
       : options_(options), session_(*session) {}
 
   void Run() {
@@ -307,7 +307,7 @@ class Dequantizer {
 
   void AddCodedOutcome(const TensorInput& input,
                        const files::CodedTensor& tensor) {
-    Outcome outcome;
+    DequantizeOutcome outcome;
     outcome.name = tensor.name;
     outcome.shape = tensor.shape;
     outcome.dtype = std::string(DtypeName(tensor.dtype));
@@ -324,7 +324,7 @@ class Dequantizer {
 
   void AddGgufOutcome(const files::GgufTensor& tensor, absl::string_view result,
                       uint64_t output_bytes) {
-    Outcome outcome;
+    DequantizeOutcome outcome;
     outcome.name = tensor.name;
     outcome.shape = tensor.shape;
     outcome.dtype = std::string(DtypeName(GgufDtype(tensor)));
@@ -337,7 +337,7 @@ class Dequantizer {
   bool AnyFailed() const {
     return std::any_of(
         outcomes_.begin(), outcomes_.end(),
-        [](const Outcome& outcome) { return !outcome.status.ok(); });
+        [](const DequantizeOutcome& outcome) { return !outcome.status.ok(); });
   }
 
   // Errors end the run and leave no output file; so does a tensor that fails,
@@ -534,9 +534,10 @@ class Dequantizer {
     return internal::DequantizeEngine(connections.clients()).Run(work);
   }
 
-  static Outcome OutcomeOf(const QuantizedTensor& tensor,
-                           const absl::StatusOr<DequantizeResult>& result) {
-    Outcome outcome;
+  static DequantizeOutcome OutcomeOf(
+      const QuantizedTensor& tensor,
+      const absl::StatusOr<DequantizeResult>& result) {
+    DequantizeOutcome outcome;
     outcome.name = tensor.name;
     outcome.shape = tensor.shape;
     outcome.dtype = std::string(DtypeName(DtypeOf(tensor.element_type)));
@@ -558,7 +559,7 @@ class Dequantizer {
     table.AddColumn("FROM", Table::Align::kLeft);
     table.AddColumn("BEFORE", Table::Align::kBytes);
     table.AddColumn("AFTER", Table::Align::kBytes);
-    for (const Outcome& outcome : outcomes_) {
+    for (const DequantizeOutcome& outcome : outcomes_) {
       if (!outcome.status.ok()) session_.Note(kServerError);
       Json json = {{"name", outcome.name},
                    {"shape", outcome.shape},
@@ -577,7 +578,7 @@ class Dequantizer {
     }
     std::vector<std::string> notes;
     std::vector<TensorError> errors;
-    for (const Outcome& outcome : outcomes_) {
+    for (const DequantizeOutcome& outcome : outcomes_) {
       if (!outcome.note.empty()) {
         notes.push_back(absl::StrCat("quantctl: tensor ", outcome.name, ": ",
                                      outcome.note));
@@ -608,14 +609,14 @@ class Dequantizer {
                                    "such tensors out")));
   }
 
-  const Options& options_;
+  const DequantizeOptions& options_;
   Session& session_;
   // Those that the server dequantizes, and those that are decoded here.
   std::vector<QuantizedTensor> tensors_;
   std::vector<files::CodedTensor> coded_;
   // Names of codes and what lies beside them: not copied.
   absl::flat_hash_set<std::string> consumed_;
-  std::vector<Outcome> outcomes_;
+  std::vector<DequantizeOutcome> outcomes_;
   bool is_written_ = false;
 };
 
@@ -627,7 +628,7 @@ void AddDequantizeCommand(Command* quantctl, Session* session) {
       "Turn a file that `quantize` wrote back into plain tensors of the type "
       "that they had, and blocks of GGUF and FP8, NVFP4, MXFP4, GPTQ and AWQ "
       "checkpoints into float32; nothing is written when a tensor fails");
-  const auto options = std::make_shared<Options>();
+  const auto options = std::make_shared<DequantizeOptions>();
   command
       ->AddArgument("file", &options->input, "FILE",
                     "safetensors file, the folder of a model, or .gguf file")

@@ -30,7 +30,7 @@
 namespace quantd::cli {
 namespace {
 
-struct Options {
+struct EncodingsOptions {
   NameOptions name;
   std::string tensor;
   std::string file = "-";
@@ -90,7 +90,7 @@ void ReadEncodings(Client* client, std::vector<v1::StoredEncoding>* list) {
   }
 }
 
-void List(const Options& options, Session* session) {
+void RunListEncodings(const EncodingsOptions& options, Session* session) {
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
   absl::StatusOr<std::vector<v1::StoredEncoding>> encodings =
@@ -131,7 +131,7 @@ void List(const Options& options, Session* session) {
   }
 }
 
-void Get(const Options& options, Session* session) {
+void RunGetEncoding(const EncodingsOptions& options, Session* session) {
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
   const absl::StatusOr<v1::StoredEncoding> stored =
@@ -164,7 +164,7 @@ absl::StatusOr<Encoding> ReadEncoding(const std::string& path) {
   return encoding;
 }
 
-void Put(const Options& options, Session* session) {
+void Put(const EncodingsOptions& options, Session* session) {
   const absl::StatusOr<Encoding> encoding = ReadEncoding(options.file);
   if (!encoding.ok()) return session->Fail(encoding.status());
   const std::unique_ptr<Client> client = session->ConnectOrFail();
@@ -175,7 +175,7 @@ void Put(const Options& options, Session* session) {
   PrintStored(*stored, "put", session);
 }
 
-void Delete(const Options& options, Session* session) {
+void RunDeleteEncoding(const EncodingsOptions& options, Session* session) {
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
   const absl::Status status = client->DeleteEncoding(
@@ -189,7 +189,7 @@ void Delete(const Options& options, Session* session) {
 }
 
 absl::StatusOr<v1::ComputeEncodingsRequest> MakeComputeRequest(
-    const Options& options) {
+    const EncodingsOptions& options) {
   const absl::StatusOr<SpecSet> specs = options.spec.ParseSet();
   if (!specs.ok()) return specs.status();
   v1::ComputeEncodingsRequest request;
@@ -213,8 +213,8 @@ absl::StatusOr<v1::ComputeEncodingsRequest> MakeComputeRequest(
 
 // Of the first override that matches, or the default; null where a tensor is
 // left out.
-const EncodingSpec* SpecFor(const v1::ComputeEncodingsRequest& request,
-                            const std::string& tensor) {
+const EncodingSpec* SpecOfTensor(const v1::ComputeEncodingsRequest& request,
+                                 const std::string& tensor) {
   for (const v1::SpecOverride& entry : request.overrides()) {
     if (MatchesGlob(entry.pattern(), tensor)) return &entry.spec();
   }
@@ -222,7 +222,7 @@ const EncodingSpec* SpecFor(const v1::ComputeEncodingsRequest& request,
 }
 
 absl::StatusOr<std::vector<NamedTies>> AddTies(
-    const Options& options, Client* client,
+    const EncodingsOptions& options, Client* client,
     v1::ComputeEncodingsRequest* request) {
   std::vector<EncodingSpec> specs;
   if (request->has_default_spec()) specs.push_back(request->default_spec());
@@ -232,12 +232,12 @@ absl::StatusOr<std::vector<NamedTies>> AddTies(
   return AddStoredTies(
       options.ties, specs, options.name, client,
       [request](const std::string& tensor) {
-        return SpecFor(*request, tensor);
+        return SpecOfTensor(*request, tensor);
       },
       request->mutable_ties());
 }
 
-void Compute(const Options& options, Session* session) {
+void Compute(const EncodingsOptions& options, Session* session) {
   absl::StatusOr<v1::ComputeEncodingsRequest> request =
       MakeComputeRequest(options);
   if (!request.ok()) return session->FailUsage(request.status());
@@ -316,15 +316,15 @@ void Compute(const Options& options, Session* session) {
 void AddEncodingsCommand(Command* quantctl, Session* session) {
   Command* const command = quantctl->AddCommand(
       "encodings", "List, get, put, delete and compute a model's encodings");
-  const auto options = std::make_shared<Options>();
+  const auto options = std::make_shared<EncodingsOptions>();
   const auto add = [&](const char* name, const char* text,
-                       void (*run)(const Options&, Session*)) {
+                       void (*run)(const EncodingsOptions&, Session*)) {
     Command* const sub = command->AddCommand(name, text);
     options->name.AddOptions(sub, /*required=*/true);
     sub->OnRun([options, session, run] { run(*options, session); });
     return sub;
   };
-  add("list", "List the encodings of a revision", &List)
+  add("list", "List the encodings of a revision", &RunListEncodings)
       ->AddExample("quantctl encodings list --model acme/net");
   Command* const compute =
       add("compute", "Compute encodings from stored statistics and store them",
@@ -338,7 +338,8 @@ void AddEncodingsCommand(Command* quantctl, Session* session) {
   compute->AddExample(
       "quantctl encodings compute --model acme/net \\\n"
       "  --spec uint8:percentile=0.999 --spec 'conv*=int8:mse'");
-  Command* const get = add("get", "Print one encoding as JSON", &Get);
+  Command* const get =
+      add("get", "Print one encoding as JSON", &RunGetEncoding);
   AddTensorArgument(get, &options->tensor);
   get->AddExample(
       "quantctl encodings get --model acme/net conv1.weight > conv1.json");
@@ -352,7 +353,8 @@ void AddEncodingsCommand(Command* quantctl, Session* session) {
   put->AddOption("--if-match", &options->if_match, "ETAG",
                  "Only over the encoding of this etag; absent: only where "
                  "there is none");
-  Command* const remove = add("delete", "Delete one encoding", &Delete);
+  Command* const remove =
+      add("delete", "Delete one encoding", &RunDeleteEncoding);
   AddTensorArgument(remove, &options->tensor);
   remove->AddExample("quantctl encodings delete --model acme/net conv1.weight");
   remove->AddOption("--if-match", &options->if_match, "ETAG",

@@ -33,7 +33,7 @@
 namespace quantd::cli {
 namespace {
 
-struct Options {
+struct EvaluateOptions {
   std::string input;
   NameOptions name;
   SpecOptions spec;
@@ -75,7 +75,8 @@ Json MetricsJson(const std::string& label, const v1::ErrorMetrics& metrics) {
 }
 
 // The candidates of the command line, or the one of --format and the like.
-absl::StatusOr<std::vector<Candidate>> ParseCandidates(const Options& options) {
+absl::StatusOr<std::vector<Candidate>> ParseCandidates(
+    const EvaluateOptions& options) {
   std::vector<Candidate> candidates;
   if (!options.reference.empty()) return candidates;
   for (const std::string& text : options.candidates) {
@@ -107,7 +108,7 @@ absl::StatusOr<std::vector<Candidate>> ParseCandidates(const Options& options) {
   return candidates;
 }
 
-absl::StatusOr<EvaluateJob> MakeJob(const Options& options,
+absl::StatusOr<EvaluateJob> MakeJob(const EvaluateOptions& options,
                                     const std::vector<Candidate>& candidates,
                                     const files::FileTensor& tensor) {
   EvaluateJob job;
@@ -175,7 +176,7 @@ Pairs MakePairs(const files::FileTensor& reference,
 
 // Says what of the reference is not compared because it is not in the file.
 void NoteMissing(const TensorInput& input, const TensorInput& reference,
-                 const Options& options, Session* session) {
+                 const EvaluateOptions& options, Session* session) {
   size_t count = 0;
   for (const files::FileTensor& tensor : reference.tensors()) {
     if (!options.filter.Takes(tensor)) continue;
@@ -189,7 +190,7 @@ void NoteMissing(const TensorInput& input, const TensorInput& reference,
 
 // Gives each tensor its result. Against a reference unless that is null.
 // Errors: what ends the run.
-absl::Status EvaluateAll(const Options& options,
+absl::Status EvaluateAll(const EvaluateOptions& options,
                          const std::vector<Candidate>& candidates,
                          const std::vector<const files::FileTensor*>& tensors,
                          const TensorInput* reference,
@@ -256,7 +257,7 @@ absl::StatusOr<TensorInput> OpenInput(const std::string& path, bool decodes) {
   return decoded;
 }
 
-void Run(const Options& options, Session* session) {
+void RunEvaluate(const EvaluateOptions& options, Session* session) {
   const absl::StatusOr<std::vector<Candidate>> candidates =
       ParseCandidates(options);
   if (!candidates.ok()) return session->FailUsage(candidates.status());
@@ -392,7 +393,7 @@ void AddEvaluateCommand(Command* quantctl, Session* session) {
       "evaluate",
       "Measure the error of candidate encodings on a file's tensors, or of "
       "the file against another one");
-  const auto options = std::make_shared<Options>();
+  const auto options = std::make_shared<EvaluateOptions>();
   command
       ->AddArgument("file", &options->input, "FILE",
                     "safetensors, .npy, .gguf or .onnx file, or a folder with "
@@ -419,7 +420,7 @@ void AddEvaluateCommand(Command* quantctl, Session* session) {
   options->spec.AddOptions(command);
   options->filter.AddOptions(command);
   options->streams.AddOption(command);
-  command->OnRun([options, session] { Run(*options, session); });
+  command->OnRun([options, session] { RunEvaluate(*options, session); });
 }
 
 }  // namespace quantd::cli

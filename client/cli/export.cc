@@ -26,7 +26,7 @@
 namespace quantd::cli {
 namespace {
 
-struct Options {
+struct ExportOptions {
   NameOptions name;
   std::string format = "json";
   OutputOptions output;
@@ -47,7 +47,7 @@ absl::Status WriteOutput(const OutputOptions& output, int spool,
   return status.ok() ? file->Commit() : status;
 }
 
-void ExportEncodings(const Options& options, Session* session) {
+void ExportEncodings(const ExportOptions& options, Session* session) {
   v1::ExportEncodingsRequest request;
   request.set_model(options.name.model);
   request.set_revision(options.name.revision);
@@ -117,7 +117,7 @@ void ExportEncodings(const Options& options, Session* session) {
                               Printable(options.output.path), "\n"));
 }
 
-void Run(const Options& options, Session* session) {
+void RunExport(const ExportOptions& options, Session* session) {
   if (options.onnx.empty()) return ExportEncodings(options, session);
   OnnxExport job;
   job.name = options.name;
@@ -137,7 +137,7 @@ void AddExportCommand(Command* quantctl, Session* session) {
       "export",
       "Write the encodings of a revision as a file of another project, or into "
       "an ONNX model; exits with 1 when a tensor had to be left out");
-  const auto options = std::make_shared<Options>();
+  const auto options = std::make_shared<ExportOptions>();
   options->name.AddOptions(command, /*required=*/true);
   Option* const format =
       command
@@ -186,7 +186,7 @@ void AddExportCommand(Command* quantctl, Session* session) {
       "quantctl export --model acme/net --format aimet-1.0.0 -o net.encodings");
   command->AddExample(
       "quantctl export --model acme/net --onnx model.onnx -o model.qdq.onnx");
-  command->OnRun([options, session] { Run(*options, session); });
+  command->OnRun([options, session] { RunExport(*options, session); });
 }
 
 }  // namespace quantd::cli

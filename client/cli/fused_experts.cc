@@ -91,9 +91,9 @@ bool CanSplit(const Layer& layer, bool* is_transposed) {
 
 // Rows of the result are columns of `data`, which has `columns`; the first is
 // at the beginning of `data`.
-void Transpose(absl::Span<const uint8_t> data, int64_t columns,
-               size_t element_bytes, int64_t row_count, int64_t column_count,
-               uint8_t* out) {
+void TransposeTiles(absl::Span<const uint8_t> data, int64_t columns,
+                    size_t element_bytes, int64_t row_count,
+                    int64_t column_count, uint8_t* out) {
   for (int64_t row = 0; row < row_count; row += kTile) {
     for (int64_t column = 0; column < column_count; column += kTile) {
       const int64_t row_end = std::min(row + kTile, row_count);
@@ -131,7 +131,7 @@ FileTensor WeightOf(const FileTensor& stack, bool is_transposed, int64_t expert,
       bytes(count * inputs),
       [data = whole.subspan(bytes(first)), outputs, element_bytes, count,
        inputs](absl::Span<uint8_t> out) {
-        Transpose(data, outputs, element_bytes, count, inputs, out.data());
+        TransposeTiles(data, outputs, element_bytes, count, inputs, out.data());
       });
   weight.data = weight.lazy->span();
   return weight;

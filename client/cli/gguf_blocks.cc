@@ -40,8 +40,8 @@ struct PieceErrors {
 };
 
 // Elements [begin, end) of a tensor.
-std::vector<float> Elements(const files::FileTensor& tensor, size_t begin,
-                            size_t end) {
+std::vector<float> FloatElements(const files::FileTensor& tensor, size_t begin,
+                                 size_t end) {
   const auto size = static_cast<size_t>(DtypeSizeBytes(tensor.dtype));
   const absl::Span<const uint8_t> data =
       tensor.data.subspan(begin * size, (end - begin) * size);
@@ -127,7 +127,7 @@ class BlockMaker {
     const size_t first = piece * kPieceBlocks;
     const size_t end = std::min(first + kPieceBlocks, block_count_);
     const std::vector<float> elements =
-        Elements(tensor_, first * block_elements_, end * block_elements_);
+        FloatElements(tensor_, first * block_elements_, end * block_elements_);
     PieceErrors errors;
     errors.refused = element_count_;
     for (size_t i = 0; i < elements.size(); ++i) {
@@ -154,7 +154,7 @@ class BlockMaker {
   }
 
   absl::Status Refusal(size_t index) const {
-    const float element = Elements(tensor_, index, index + 1)[0];
+    const float element = FloatElements(tensor_, index, index + 1)[0];
     return ArgumentInvalidError(
         absl::StrCat("element ", index, " is ", element, ", but blocks of ",
                      type_.name, " have finite ones of at most ",

@@ -24,7 +24,7 @@ const char* HealthName(Client::Health health) {
   return "UNKNOWN";
 }
 
-void Run(const std::string& service, Session* session) {
+void RunHealth(const std::string& service, Session* session) {
   const absl::StatusOr<std::unique_ptr<Client>> client = session->Connect();
   if (!client.ok()) return session->FailUsage(client.status());
   const absl::StatusOr<Client::Health> health = (*client)->CheckHealth(service);
@@ -48,7 +48,7 @@ void AddHealthCommand(Command* quantctl, Session* session) {
                      "One service, e.g. quantd.v1.QuantizationService; default "
                      "the whole server");
   command->AddExample("quantctl health --server unix:/run/quantd/quantd.sock");
-  command->OnRun([service, session] { Run(*service, session); });
+  command->OnRun([service, session] { RunHealth(*service, session); });
 }
 
 }  // namespace quantd::cli

@@ -58,7 +58,7 @@ std::string Sentence(absl::string_view text) {
   return absl::StrCat(absl::StripSuffix(text, "."), ".");
 }
 
-std::string NamesOf(const Option& option) {
+std::string OptionNamesOf(const Option& option) {
   std::string names = absl::StrJoin(option.names(), ", ");
   // Long names stand below each other.
   if (!option.IsArgument() && option.names()[0][1] == '-') {
@@ -114,7 +114,7 @@ void AppendOptions(absl::string_view title, const Command& command,
   std::string entries;
   for (const Option& option : command.options()) {
     if (option.IsHidden() || option.IsArgument() != arguments) continue;
-    std::string names = NamesOf(option);
+    std::string names = OptionNamesOf(option);
     if (arguments) names = absl::AsciiStrToUpper(names);
     absl::StrAppend(&entries,
                     Entry(names, TextOf(option, is_brief), kOptionColumn));

@@ -42,7 +42,7 @@
 namespace quantd::cli {
 namespace {
 
-struct Options {
+struct ImportOptions {
   NameOptions name;
   std::string file;
   std::string format = "auto";
@@ -98,8 +98,9 @@ absl::Status AddBlockSize(const std::string& text,
   return absl::OkStatus();
 }
 
-void Report(const Options& options, const v1::ImportEncodingsResponse& response,
-            const std::string& format, Session* session) {
+void ReportImport(const ImportOptions& options,
+                  const v1::ImportEncodingsResponse& response,
+                  const std::string& format, Session* session) {
   const std::vector<v1::InterchangeLoss> losses(response.losses().begin(),
                                                 response.losses().end());
   const uint64_t untold_count = response.loss_count() - losses.size();
@@ -135,7 +136,7 @@ void Report(const Options& options, const v1::ImportEncodingsResponse& response,
 // What became of the tensors of a file, as if the server had read it.
 class ImportByTensor {
  public:
-  ImportByTensor(const Options& options, Client* client)
+  ImportByTensor(const ImportOptions& options, Client* client)
       : options_(options), client_(client) {}
 
   v1::ImportEncodingsResponse& response() { return response_; }
@@ -168,7 +169,7 @@ class ImportByTensor {
   }
 
  private:
-  const Options& options_;
+  const ImportOptions& options_;
   Client* const client_;
   v1::ImportEncodingsResponse response_;
 };
@@ -238,7 +239,7 @@ std::string GgufFormatNames() {
                        });
 }
 
-void ImportGguf(const Options& options, Session* session) {
+void ImportGguf(const ImportOptions& options, Session* session) {
   const absl::StatusOr<files::GgufReader> reader =
       files::GgufReader::Open(options.file);
   if (!reader.ok()) return session->Fail(reader.status());
@@ -282,11 +283,11 @@ void ImportGguf(const Options& options, Session* session) {
     const absl::Status status = imported.Store(tensor.name, encoding);
     if (!status.ok()) return session->Fail(status);
   }
-  Report(options, imported.response(), "gguf", session);
+  ReportImport(options, imported.response(), "gguf", session);
 }
 
 // The encodings of a compressed-tensors model, which are in its tensors.
-void ImportCompressed(const Options& options, Session* session) {
+void ImportCompressed(const ImportOptions& options, Session* session) {
   const absl::StatusOr<TensorInput> input = TensorInput::Open(options.file);
   if (!input.ok()) return session->Fail(input.status());
   const absl::StatusOr<std::vector<QuantizedTensor>> tensors =
@@ -314,13 +315,13 @@ void ImportCompressed(const Options& options, Session* session) {
     const absl::Status status = imported.Store(tensor.name, tensor.Whole());
     if (!status.ok()) return session->Fail(status);
   }
-  Report(options, imported.response(),
-         InterchangeFormatName(v1::INTERCHANGE_FORMAT_COMPRESSED_TENSORS),
-         session);
+  ReportImport(options, imported.response(),
+               InterchangeFormatName(v1::INTERCHANGE_FORMAT_COMPRESSED_TENSORS),
+               session);
 }
 
 // The encodings of FP8, NVFP4, MXFP4, GPTQ and AWQ checkpoints, likewise.
-void ImportCheckpoint(const Options& options, Session* session) {
+void ImportCheckpoint(const ImportOptions& options, Session* session) {
   const absl::StatusOr<TensorInput> input = TensorInput::Open(options.file);
   if (!input.ok()) return session->Fail(input.status());
   const absl::StatusOr<std::vector<files::CodedTensor>> tensors =
@@ -340,10 +341,10 @@ void ImportCheckpoint(const Options& options, Session* session) {
     const absl::Status status = imported.Store(tensor.name, *encoding);
     if (!status.ok()) return session->Fail(status);
   }
-  Report(options, imported.response(), "checkpoint", session);
+  ReportImport(options, imported.response(), "checkpoint", session);
 }
 
-void Run(const Options& options, Session* session) {
+void RunImport(const ImportOptions& options, Session* session) {
   if (IsGgufPath(options.file)) return ImportGguf(options, session);
   if (files::IsFolder(options.file) ||
       absl::EndsWithIgnoreCase(options.file, ".safetensors")) {
@@ -387,8 +388,8 @@ void Run(const Options& options, Session* session) {
     }
     return;
   }
-  Report(options, *response, InterchangeFormatName(response->format()),
-         session);
+  ReportImport(options, *response, InterchangeFormatName(response->format()),
+               session);
 }
 
 }  // namespace
@@ -400,7 +401,7 @@ void AddImportCommand(Command* quantctl, Session* session) {
       "parameters, or a model that is quantized; exits with 1 when a tensor "
       "had to be left out, or may have been because losses are too many to "
       "tell");
-  const auto options = std::make_shared<Options>();
+  const auto options = std::make_shared<ImportOptions>();
   command
       ->AddArgument(
           "file", &options->file, "FILE",
@@ -432,7 +433,7 @@ void AddImportCommand(Command* quantctl, Session* session) {
       "quantctl import net.encodings --model acme/copy \\\n"
       "  --tensors model.safetensors");
   command->AddExample("quantctl import llm-w4a16/ --model acme/llm");
-  command->OnRun([options, session] { Run(*options, session); });
+  command->OnRun([options, session] { RunImport(*options, session); });
 }
 
 }  // namespace quantd::cli

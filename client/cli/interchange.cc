@@ -14,12 +14,12 @@
 namespace quantd::cli {
 namespace {
 
-struct FormatName {
+struct InterchangeFormat {
   v1::InterchangeFormat format;
   const char* name;
 };
 
-constexpr FormatName kFormats[] = {
+constexpr InterchangeFormat kFormats[] = {
     {v1::INTERCHANGE_FORMAT_JSON, "json"},
     {v1::INTERCHANGE_FORMAT_AIMET_0_6_1, "aimet-0.6.1"},
     {v1::INTERCHANGE_FORMAT_AIMET_1_0_0, "aimet-1.0.0"},
@@ -33,7 +33,7 @@ constexpr FormatName kFormats[] = {
 }  // namespace
 
 std::string InterchangeFormatName(v1::InterchangeFormat format) {
-  for (const FormatName& known : kFormats) {
+  for (const InterchangeFormat& known : kFormats) {
     if (known.format == format) return known.name;
   }
   return "auto";
@@ -42,7 +42,7 @@ std::string InterchangeFormatName(v1::InterchangeFormat format) {
 absl::StatusOr<v1::InterchangeFormat> ParseInterchangeFormat(
     absl::string_view name) {
   if (name == "auto") return v1::INTERCHANGE_FORMAT_UNSPECIFIED;
-  for (const FormatName& known : kFormats) {
+  for (const InterchangeFormat& known : kFormats) {
     if (known.name == name) return known.format;
   }
   return ArgumentInvalidError(absl::StrCat(
@@ -52,7 +52,8 @@ absl::StatusOr<v1::InterchangeFormat> ParseInterchangeFormat(
 
 std::vector<std::string> InterchangeFormatNames() {
   std::vector<std::string> names;
-  for (const FormatName& known : kFormats) names.emplace_back(known.name);
+  for (const InterchangeFormat& known : kFormats)
+    names.emplace_back(known.name);
   return names;
 }
 

@@ -21,7 +21,7 @@ std::atomic<const std::string*> g_text{nullptr};
 
 // Calls only what a signal handler may. SA_RESETHAND has taken it away, so the
 // signal that it sends ends the process.
-void PrintText(int signal_number) {
+void PrintOnSignal(int signal_number) {
   const std::string* const text = g_text.load();
   if (text != nullptr) {
     [[maybe_unused]] const ssize_t written =
@@ -39,7 +39,7 @@ InterruptNote::InterruptNote() {
         action.sa_handler != SIG_DFL) {
       continue;
     }
-    action.sa_handler = &PrintText;
+    action.sa_handler = &PrintOnSignal;
     action.sa_flags = SA_RESETHAND;
     sigaction(number, &action, nullptr);
   }
@@ -49,7 +49,7 @@ InterruptNote::~InterruptNote() {
   for (const int number : kSignals) {
     struct sigaction action {};
     if (sigaction(number, nullptr, &action) != 0 ||
-        action.sa_handler != &PrintText) {
+        action.sa_handler != &PrintOnSignal) {
       continue;
     }
     action.sa_handler = SIG_DFL;

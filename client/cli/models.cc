@@ -81,7 +81,7 @@ void ListRevisions(Client* client, const std::string& model, Session* session) {
   }
 }
 
-void Run(const std::string& model, Session* session) {
+void RunModels(const std::string& model, Session* session) {
   const absl::StatusOr<std::unique_ptr<Client>> client = session->Connect();
   if (!client.ok()) return session->FailUsage(client.status());
   if (model.empty()) {
@@ -101,7 +101,7 @@ void AddModelsCommand(Command* quantctl, Session* session) {
                        "List the revisions of this model");
   command->AddExample("quantctl models");
   command->AddExample("quantctl models acme/net", "its revisions");
-  command->OnRun([model, session] { Run(*model, session); });
+  command->OnRun([model, session] { RunModels(*model, session); });
 }
 
 }  // namespace quantd::cli

@@ -36,7 +36,7 @@
 namespace quantd::cli {
 namespace {
 
-absl::Status NotHeld(absl::string_view what) {
+absl::Status NotInOnnx(absl::string_view what) {
   return ArgumentInvalidError(absl::StrCat("ONNX has ", what));
 }
 
@@ -58,7 +58,7 @@ absl::Status SetLayout(const std::vector<int64_t>& block, int64_t count,
     for (size_t d = 0; d < block.size(); ++d) {
       if (block[d] == 0) continue;
       if (block[d] != 1 || axis != block.size()) {
-        return NotHeld("activations per tensor and per channel");
+        return NotInOnnx("activations per tensor and per channel");
       }
       axis = d;
     }
@@ -89,7 +89,7 @@ absl::Status SetLayout(const std::vector<int64_t>& block, int64_t count,
   for (size_t d = 0; d < shape->size(); ++d) {
     if ((*scales)[d] == (*shape)[d]) continue;
     if (axis != shape->size()) {
-      return NotHeld(
+      return NotInOnnx(
           "blocks along one dimension, with a scale for every index "
           "of the others");
     }
@@ -149,16 +149,16 @@ absl::StatusOr<files::OnnxModel::Quantizer> MakeQuantizer(
   files::OnnxModel::Quantizer quantizer;
   quantizer.type = CodeType(encoding.format());
   if (!files::OnnxModel::HasType(quantizer.type)) {
-    return NotHeld(absl::StrCat("no type for ", quantizer.type));
+    return NotInOnnx(absl::StrCat("no type for ", quantizer.type));
   }
   if (encoding.real_zero_point_size() > 0) {
-    return NotHeld("no zero points between codes");
+    return NotInOnnx("no zero points between codes");
   }
   const std::vector<int64_t> block(encoding.block_size().begin(),
                                    encoding.block_size().end());
   if (encoding.outer_scale_size() > 0) {
     if (shape == nullptr) {
-      return NotHeld("scales that are codes for weights alone");
+      return NotInOnnx("scales that are codes for weights alone");
     }
     const absl::Status status =
         SetDoubleScales(encoding, block, *shape, &quantizer);
@@ -173,7 +173,7 @@ absl::StatusOr<files::OnnxModel::Quantizer> MakeQuantizer(
   }
   for (const int32_t zero_point : quantizer.zero_point) {
     if (zero_point < format->qmin || zero_point > format->qmax) {
-      return NotHeld("no zero points outside of the codes");
+      return NotInOnnx("no zero points outside of the codes");
     }
   }
   quantizer.saturates = !encoding.no_saturation();
@@ -459,7 +459,7 @@ class Exporter {
     }
     if (dtype != files::Dtype::kF32 && dtype != files::Dtype::kF16 &&
         dtype != files::Dtype::kBF16) {
-      return NotHeld("quantized tensors of float32, float16 and bfloat16");
+      return NotInOnnx("quantized tensors of float32, float16 and bfloat16");
     }
     const absl::StatusOr<v1::StoredEncoding> stored =
         client_->GetEncoding(job_.name.NameOf(tensor));

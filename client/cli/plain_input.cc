@@ -47,8 +47,8 @@ constexpr absl::string_view kOfCodes[] = {".qweight",
                                           ".W_q",
                                           ".comfy_quant"};
 // As AutoGPTQ and AutoAWQ call theirs.
-constexpr const char* kConfigFiles[] = {"quantize_config.json",
-                                        "quant_config.json"};
+constexpr const char* kPlainConfigFiles[] = {"quantize_config.json",
+                                             "quant_config.json"};
 
 bool HasCodes(const files::FileTensor* tensor) {
   return tensor != nullptr && !ElementTypeOf(tensor->dtype).has_value();
@@ -136,7 +136,7 @@ std::string QuantizationMethod(const std::string& path) {
     const Json& config = document[key];
     if (config.is_object()) return MethodIn(config, key);
   }
-  for (const char* name : kConfigFiles) {
+  for (const char* name : kPlainConfigFiles) {
     const Json config = read(name);
     if (config.is_object() &&
         (config.contains("bits") || config.contains("w_bit"))) {

@@ -28,7 +28,7 @@
 namespace quantd::cli {
 namespace {
 
-constexpr size_t kMostNames = 5;
+constexpr size_t kMostActivationNames = 5;
 
 // Reads stored encodings. Not thread-safe.
 class StoredRanges {
@@ -63,12 +63,13 @@ class StoredRanges {
   absl::Status Finish() {
     if (bad_.empty()) return absl::OkStatus();
     const size_t count = bad_.size();
-    if (count > kMostNames) bad_.resize(kMostNames);
+    if (count > kMostActivationNames) bad_.resize(kMostActivationNames);
     return ArgumentInvalidError(absl::StrCat(
         "expected stored encodings of the activations in model \"", name_.model,
         "\": ", absl::StrJoin(bad_, "; "),
-        count > kMostNames ? absl::StrCat(" and ", count - kMostNames, " more")
-                           : "",
+        count > kMostActivationNames
+            ? absl::StrCat(" and ", count - kMostActivationNames, " more")
+            : "",
         "; quantctl encodings compute --spec '*.input=FORMAT', or "
         "'*.output=FORMAT' for --kv-cache, makes them from statistics"));
   }
@@ -141,13 +142,14 @@ absl::Status CheckCache(const QuantizePlan& plan) {
   }
   if (missing.empty()) return absl::OkStatus();
   const size_t count = missing.size();
-  if (count > kMostNames) missing.resize(kMostNames);
+  if (count > kMostActivationNames) missing.resize(kMostActivationNames);
   return ArgumentInvalidError(absl::StrCat(
       "expected X.k_proj.weight and X.v_proj.weight for --kv-cache; not "
       "there: ",
       absl::StrJoin(missing, ", "),
-      count > kMostNames ? absl::StrCat(" and ", count - kMostNames, " more")
-                         : ""));
+      count > kMostActivationNames
+          ? absl::StrCat(" and ", count - kMostActivationNames, " more")
+          : ""));
 }
 
 // Sets what the shards have of the cache. Runtimes take "kv_cache_scheme" for

@@ -43,7 +43,7 @@ constexpr absl::string_view kWeightExtensions[] = {
     ".ckpt",        ".gguf",       ".onnx", ".onnx_data", ".h5",
     ".msgpack",     ".npy",        ".npz",  ".tflite",    ".ot"};
 constexpr size_t kCopiedAtOnce = 1 << 20;
-constexpr size_t kMostNames = 10;
+constexpr size_t kMostFolderNames = 10;
 
 // What says how the input was quantized is not of the output.
 constexpr absl::string_view kNotBeside[] = {
@@ -224,12 +224,12 @@ absl::Status QuantizeFolder::CopyBesides() const {
   }
   if (left_out.empty() || session_.quiet) return absl::OkStatus();
   const size_t count = left_out.size();
-  if (count > kMostNames) left_out.resize(kMostNames);
+  if (count > kMostFolderNames) left_out.resize(kMostFolderNames);
   session_.PrintError(absl::StrCat(
       "quantctl: of ", options_.input,
       " not copied: ", absl::StrJoin(left_out, ", "),
-      count > kMostNames
-          ? absl::StrCat(" and ", CountText(count - kMostNames), " more")
+      count > kMostFolderNames
+          ? absl::StrCat(" and ", CountText(count - kMostFolderNames), " more")
           : ""));
   return absl::OkStatus();
 }

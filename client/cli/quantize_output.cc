@@ -47,7 +47,7 @@ std::string DumpText(const Json& json) {
 }
 
 // Where one tensor that is quantized lies in the file.
-struct Place {
+struct TensorPlace {
   uint64_t order;
   // One of these, as the layout has it.
   std::unique_ptr<QuantizedPlace> plain = nullptr;
@@ -144,7 +144,7 @@ class Output {
                                 const files::FileTensor& tensor) {
     const EncodingSpec spec = plan_.SpecOf(tensor);
     const Encoding expected = ExpectedEncoding(spec, tensor.shape);
-    Place place = {order};
+    TensorPlace place = {order};
     if (options_.IsCompressed()) {
       absl::StatusOr<std::unique_ptr<CompressedPlace>> compressed =
           CompressedPlace::Reserve(order, tensor, expected, options_.PacksAll(),
@@ -348,7 +348,7 @@ class Output {
   std::unique_ptr<files::SafetensorsBuilder> builder_;
   // What is quantized, and where it lies.
   std::vector<TensorTask> tasks_;
-  std::vector<Place> places_;
+  std::vector<TensorPlace> places_;
   // What is not, with its index in the builder.
   std::vector<std::pair<const files::FileTensor*, size_t>> copies_;
   // The same of Shard::cache.

@@ -102,9 +102,9 @@ void ReindexDecoded(const CodedInput& coded,
 }
 
 // What tells of tensors what they do not.
-constexpr const char* kConfigFiles[] = {"config.json", "hf_quant_config.json",
-                                        "quant_config.json",
-                                        "quantize_config.json"};
+constexpr const char* kCopiedConfigFiles[] = {
+    "config.json", "hf_quant_config.json", "quant_config.json",
+    "quantize_config.json"};
 
 // What the floats of each shard were made of: all files that hold a part of one
 // of its tensors, and the configuration.
@@ -121,7 +121,7 @@ std::map<std::string, std::set<std::string>> SourcesOf(
     std::set<std::string>& files =
         sources[codes == weight_map.end() ? std::string(files::kSingleShardName)
                                           : codes->second];
-    for (const char* const name : kConfigFiles) {
+    for (const char* const name : kCopiedConfigFiles) {
       files.insert(folder.empty() ? name : files::PathIn(folder, name));
     }
     for (const std::string& part : tensor.parts) {

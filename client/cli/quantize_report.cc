@@ -27,15 +27,15 @@
 namespace quantd::cli {
 namespace {
 
-constexpr size_t kMostNames = 10;
+constexpr size_t kMostReportNames = 10;
 
 std::string NamesText(std::vector<std::string> names) {
   const size_t count = names.size();
-  if (count > kMostNames) names.resize(kMostNames);
+  if (count > kMostReportNames) names.resize(kMostReportNames);
   return absl::StrCat(
       absl::StrJoin(names, ", "),
-      count > kMostNames
-          ? absl::StrCat(" and ", CountText(count - kMostNames), " more")
+      count > kMostReportNames
+          ? absl::StrCat(" and ", CountText(count - kMostReportNames), " more")
           : "");
 }
 

@@ -40,13 +40,13 @@
 namespace quantd::cli {
 namespace {
 
-constexpr size_t kMostNames = 10;
+constexpr size_t kMostResumedNames = 10;
 
 std::string TextHash(const std::string& text) {
   return absl::StrFormat("%016x", XXH3_64bits(text.data(), text.size()));
 }
 
-std::string SpecText(const SpecTemplate& spec) {
+std::string SpecFingerprint(const SpecTemplate& spec) {
   return absl::StrCat(spec.spec.SerializeAsString(), " ",
                       static_cast<int>(spec.granularity.kind), " ",
                       spec.granularity.axis, " ", spec.granularity.group, " ",
@@ -57,9 +57,11 @@ std::string SpecText(const SpecTemplate& spec) {
 std::string CommandText(const QuantizeOptions& options, const SpecSet& specs) {
   std::string text = absl::StrCat(options.layout, "\n", options.nan_policy);
   for (const SpecSet::Override& entry : specs.overrides) {
-    absl::StrAppend(&text, "\n", entry.pattern, "=", SpecText(entry.spec));
+    absl::StrAppend(&text, "\n", entry.pattern, "=",
+                    SpecFingerprint(entry.spec));
   }
-  if (specs.has_base) absl::StrAppend(&text, "\n=", SpecText(specs.base));
+  if (specs.has_base)
+    absl::StrAppend(&text, "\n=", SpecFingerprint(specs.base));
   if (options.IsCompressed()) {
     absl::StrAppend(&text, "\nactivations=", options.activations,
                     "\nkv-cache=", options.kv_cache);
@@ -236,14 +238,15 @@ class Earlier {
     }
     if (missing.empty()) return absl::OkStatus();
     const size_t count = missing.size();
-    if (count > kMostNames) missing.resize(kMostNames);
+    if (count > kMostResumedNames) missing.resize(kMostResumedNames);
     return files::FileIncompleteError(
         options_.output.path,
-        absl::StrCat("not there: ", absl::StrJoin(missing, ", "),
-                     count > kMostNames
-                         ? absl::StrCat(" and ", count - kMostNames, " more")
-                         : "",
-                     "; run these parts, then join again"));
+        absl::StrCat(
+            "not there: ", absl::StrJoin(missing, ", "),
+            count > kMostResumedNames
+                ? absl::StrCat(" and ", count - kMostResumedNames, " more")
+                : "",
+            "; run these parts, then join again"));
   }
 
  private:

@@ -56,7 +56,7 @@ constexpr double kDefaultBits = 5;
 // With more tensors their histograms have half as many bins.
 constexpr size_t kManyTensors = 500;
 
-struct Options : ErrorSourceOptions {
+struct ReportOptions : ErrorSourceOptions {
   // Empty for stored statistics.
   std::string input;
   SpecOptions spec;
@@ -84,7 +84,7 @@ std::string ShellWord(const std::string& text) {
 // One run of `quantctl report`. Not thread-safe.
 class Reporter {
  public:
-  Reporter(const Options& options, Session* session)
+  Reporter(const ReportOptions& options, Session* session)
       : options_(options), session_(*session) {}
 
   void Run() {
@@ -398,7 +398,7 @@ class Reporter {
     return status.ok() ? file->Commit() : status;
   }
 
-  const Options& options_;
+  const ReportOptions& options_;
   Session& session_;
   std::vector<std::string> specs_;
   std::unique_ptr<Client> client_;
@@ -416,7 +416,7 @@ void AddReportCommand(Command* quantctl, Session* session) {
       "report",
       "Write a page about what quantizing a model would cost, with plots: "
       "measured on a file, or predicted from stored statistics");
-  const auto options = std::make_shared<Options>();
+  const auto options = std::make_shared<ReportOptions>();
   options->AddOptions(command, &options->input);
   command->AddOption("--spec", &options->spec.specs, "SPEC",
                      "A candidate, such as int4:group:32:mse. May be repeated; "

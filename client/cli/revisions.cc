@@ -17,7 +17,7 @@
 namespace quantd::cli {
 namespace {
 
-struct Options {
+struct RevisionsOptions {
   std::string model;
   // What is published, or deleted.
   std::string revision;
@@ -26,7 +26,7 @@ struct Options {
   bool all = false;
 };
 
-void Publish(const Options& options, Session* session) {
+void Publish(const RevisionsOptions& options, Session* session) {
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
   const absl::StatusOr<v1::PublishRevisionResponse> published =
@@ -51,7 +51,7 @@ void Publish(const Options& options, Session* session) {
       "\n"));
 }
 
-void PrintDeleted(const Options& options, uint64_t encoding_count,
+void PrintDeleted(const RevisionsOptions& options, uint64_t encoding_count,
                   uint64_t statistics_count, Session* session) {
   if (session->json) {
     Json document = {{"model", options.model},
@@ -68,7 +68,7 @@ void PrintDeleted(const Options& options, uint64_t encoding_count,
       CountText(statistics_count), " statistics\n"));
 }
 
-void Delete(const Options& options, Session* session) {
+void RunDeleteRevision(const RevisionsOptions& options, Session* session) {
   if (options.all != options.revision.empty()) {
     return session->FailUsage(absl::InvalidArgumentError(
         "expected either the name of a revision or --all"));
@@ -94,7 +94,7 @@ void Delete(const Options& options, Session* session) {
 void AddRevisionsCommand(Command* quantctl, Session* session) {
   Command* const command = quantctl->AddCommand(
       "revisions", "Publish and delete a model's revisions");
-  const auto options = std::make_shared<Options>();
+  const auto options = std::make_shared<RevisionsOptions>();
   Command* const publish = command->AddCommand(
       "publish",
       "Make the encodings of one revision those of another, all at once");
@@ -125,7 +125,7 @@ void AddRevisionsCommand(Command* quantctl, Session* session) {
   remove->AddExample("quantctl revisions delete acme/net draft");
   remove->AddExample("quantctl revisions delete acme/net --all",
                      "the whole model");
-  remove->OnRun([options, session] { Delete(*options, session); });
+  remove->OnRun([options, session] { RunDeleteRevision(*options, session); });
 }
 
 }  // namespace quantd::cli

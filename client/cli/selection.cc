@@ -25,7 +25,7 @@ using Tensors = std::vector<const files::FileTensor*>;
 
 constexpr size_t kMostLines = 10;
 
-std::vector<std::string> NamesOf(const Tensors& tensors) {
+std::vector<std::string> TensorNamesOf(const Tensors& tensors) {
   std::vector<std::string> names;
   for (const files::FileTensor* const tensor : tensors) {
     names.push_back(tensor->name);
@@ -53,8 +53,9 @@ absl::Status NoMatchError(absl::string_view option, absl::string_view pattern,
 absl::Status CheckPattern(absl::string_view option, const std::string& pattern,
                           const Tensors& candidates, const Tensors& all,
                           absl::string_view why_not) {
-  if (CountMatches(pattern, NamesOf(candidates)) > 0) return absl::OkStatus();
-  const std::vector<std::string> names = NamesOf(all);
+  if (CountMatches(pattern, TensorNamesOf(candidates)) > 0)
+    return absl::OkStatus();
+  const std::vector<std::string> names = TensorNamesOf(all);
   const size_t count = CountMatches(pattern, names);
   if (count == 0) return NoMatchError(option, pattern, names);
   return ArgumentInvalidError(absl::StrCat("expected tensors to take for ",
@@ -138,7 +139,8 @@ absl::StatusOr<Tensors> SelectTensors(
         return s;
       }
     }
-    if (absl::Status s = CheckEachTakes("--spec", patterns, NamesOf(taken));
+    if (absl::Status s =
+            CheckEachTakes("--spec", patterns, TensorNamesOf(taken));
         !s.ok()) {
       return s;
     }

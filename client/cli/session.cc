@@ -184,7 +184,7 @@ void Session::Note(ExitCode code) {
 
 namespace {
 
-void PrintText(const Json& document, std::FILE* file) {
+void PrintDocument(const Json& document, std::FILE* file) {
   // Names that are not UTF-8 must not throw.
   const std::string text = PrintableJson(
       document.dump(2, ' ', false, Json::error_handler_t::replace));
@@ -197,12 +197,12 @@ void Session::PrintJson(const Json& document) const {
   retry_line_->Clear();
   Json whole = {{"json_version", kJsonVersion}};
   whole.update(document);
-  PrintText(whole, stdout_is_data ? stderr : stdout);
+  PrintDocument(whole, stdout_is_data ? stderr : stdout);
 }
 
 void Session::PrintMessage(const google::protobuf::Message& message) const {
   retry_line_->Clear();
-  PrintText(MessageJson(message), stdout);
+  PrintDocument(MessageJson(message), stdout);
 }
 
 void Session::Print(absl::string_view text) const {

@@ -25,7 +25,7 @@
 namespace quantd::cli {
 namespace {
 
-struct Options {
+struct StatisticsOptions {
   NameOptions name;
   std::string tensor;
   bool with_state = false;
@@ -99,7 +99,7 @@ Json SummaryJson(const v1::StatisticsState& state) {
             {"counts", distribution.counts}}}};
 }
 
-void List(const Options& options, Session* session) {
+void RunListStatistics(const StatisticsOptions& options, Session* session) {
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
   absl::StatusOr<std::vector<v1::StatisticsEntry>> entries =
@@ -154,7 +154,7 @@ std::string GramText(const v1::GetStatisticsResponse& response) {
       BytesText(gram.size_bytes()), "\n");
 }
 
-void Get(const Options& options, Session* session) {
+void RunGetStatistics(const StatisticsOptions& options, Session* session) {
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
   const absl::StatusOr<v1::GetStatisticsResponse> response =
@@ -195,7 +195,7 @@ void Get(const Options& options, Session* session) {
       "\n", table.Render(StdoutHasStyle())));
 }
 
-void Delete(const Options& options, Session* session) {
+void RunDeleteStatistics(const StatisticsOptions& options, Session* session) {
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
   const absl::Status status = client->DeleteStatistics(
@@ -214,24 +214,26 @@ void Delete(const Options& options, Session* session) {
 void AddStatisticsCommand(Command* quantctl, Session* session) {
   Command* const command = quantctl->AddCommand(
       "statistics", "List, get and delete the statistics of a model");
-  const auto options = std::make_shared<Options>();
+  const auto options = std::make_shared<StatisticsOptions>();
   const auto add = [&](const char* name, const char* text,
-                       void (*run)(const Options&, Session*)) {
+                       void (*run)(const StatisticsOptions&, Session*)) {
     Command* const sub = command->AddCommand(name, text);
     options->name.AddOptions(sub, /*required=*/true);
     sub->OnRun([options, session, run] { run(*options, session); });
     return sub;
   };
-  add("list", "List the tensors of a revision that have statistics", &List)
+  add("list", "List the tensors of a revision that have statistics",
+      &RunListStatistics)
       ->AddExample("quantctl statistics list --model acme/net");
   Command* const get =
-      add("get", "Show the statistics of a tensor over all sources", &Get);
+      add("get", "Show the statistics of a tensor over all sources",
+          &RunGetStatistics);
   AddTensorArgument(get, &options->tensor);
   get->AddExample("quantctl statistics get --model acme/net conv1.input");
   get->AddFlag("--state", &options->with_state,
                "With --json: the histograms of all scales as well");
   Command* const remove =
-      add("delete", "Delete the statistics of a tensor", &Delete);
+      add("delete", "Delete the statistics of a tensor", &RunDeleteStatistics);
   AddTensorArgument(remove, &options->tensor);
   remove->AddExample(
       "quantctl statistics delete --model acme/net conv1.input \\\n"

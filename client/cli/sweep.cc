@@ -31,7 +31,7 @@
 namespace quantd::cli {
 namespace {
 
-struct Options : ErrorSourceOptions {
+struct SweepOptions : ErrorSourceOptions {
   // With an input those of statistics are not used.
   FileSweepOptions file;
   TieFlags ties;
@@ -39,7 +39,7 @@ struct Options : ErrorSourceOptions {
   std::optional<Budget> budget;
 };
 
-absl::StatusOr<v1::SweepRequest> MakeRequest(const Options& options) {
+absl::StatusOr<v1::SweepRequest> MakeRequest(const SweepOptions& options) {
   v1::SweepRequest request;
   request.set_model(options.name.model);
   request.set_revision(options.name.revision);
@@ -95,7 +95,7 @@ absl::StatusOr<uint64_t> CountElements(const v1::SweepRequest& request,
 // One run of `quantctl sweep`. Not thread-safe.
 class Sweeper {
  public:
-  Sweeper(const Options& options, Session* session)
+  Sweeper(const SweepOptions& options, Session* session)
       : options_(options),
         session_(*session),
         specs_(options.file.spec.specs) {}
@@ -248,7 +248,7 @@ class Sweeper {
     PrintTensorErrors(errors_, &session_);
   }
 
-  const Options& options_;
+  const SweepOptions& options_;
   Session& session_;
   const SweptSpecs specs_;
   std::vector<NamedTies> ties_;
@@ -266,7 +266,7 @@ void AddSweepCommand(Command* quantctl, Session* session) {
       "sweep",
       "Measure the error of many specs on a file's tensors, or predict it from "
       "stored statistics; rank them, and choose one for each tensor");
-  const auto options = std::make_shared<Options>();
+  const auto options = std::make_shared<SweepOptions>();
   options->AddOptions(command, &options->file.input);
   SpecOptions& spec = options->file.spec;
   command

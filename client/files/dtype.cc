@@ -13,14 +13,14 @@
 namespace quantd::files {
 namespace {
 
-struct Row {
+struct DtypeRow {
   Dtype dtype;
   absl::string_view name;
   int64_t size_bytes;
 };
 
 // In the order of the enum.
-constexpr Row kRows[] = {
+constexpr DtypeRow kRows[] = {
     {Dtype::kBool, "BOOL", 1},      {Dtype::kU8, "U8", 1},
     {Dtype::kI8, "I8", 1},          {Dtype::kF8E5M2, "F8_E5M2", 1},
     {Dtype::kF8E4M3, "F8_E4M3", 1}, {Dtype::kF8E8M0, "F8_E8M0", 1},
@@ -42,7 +42,7 @@ absl::string_view DtypeName(Dtype dtype) {
 }
 
 std::optional<Dtype> ParseDtype(absl::string_view name) {
-  for (const Row& row : kRows) {
+  for (const DtypeRow& row : kRows) {
     if (row.name == name) return row.dtype;
   }
   return std::nullopt;

@@ -22,13 +22,13 @@
 namespace quantd::files {
 namespace {
 
-constexpr absl::string_view kMagic = "GGUF";
-constexpr uint32_t kMostDimensions = 4;
+constexpr absl::string_view kGgufMagic = "GGUF";
+constexpr uint32_t kMostReadDimensions = 4;
 constexpr absl::string_view kAlignmentKey = "general.alignment";
 // The format's least, ggml's most.
 constexpr uint32_t kLeastAlignment = 8;
 constexpr uint32_t kMostAlignment = 1 << 20;
-constexpr uint32_t kUint32Type = 4;
+constexpr uint32_t kUint32Tag = 4;
 constexpr uint32_t kStringType = 8;
 constexpr uint32_t kArrayType = 9;
 
@@ -95,9 +95,9 @@ class Cursor {
 };
 
 // Parses what comes before the data.
-class HeaderParser {
+class GgufHeaderParser {
  public:
-  HeaderParser(const std::string& path, absl::Span<const uint8_t> bytes)
+  GgufHeaderParser(const std::string& path, absl::Span<const uint8_t> bytes)
       : path_(path), bytes_(bytes), cursor_(bytes) {}
 
   uint32_t alignment() const { return alignment_; }
@@ -109,7 +109,7 @@ class HeaderParser {
     uint64_t tensor_count = 0;
     uint64_t pair_count = 0;
     if (!cursor_.Read(&magic) ||
-        std::memcmp(bytes_.data(), kMagic.data(), kMagic.size()) != 0) {
+        std::memcmp(bytes_.data(), kGgufMagic.data(), kGgufMagic.size()) != 0) {
       return Malformed("expected a file that begins with GGUF");
     }
     if (!cursor_.Read(&version)) return CutShort("the version");
@@ -171,7 +171,7 @@ class HeaderParser {
     *name = std::string(key);
     if (key == kAlignmentKey) {
       uint32_t alignment = 0;
-      if (type != kUint32Type || !cursor_.Read(&alignment) ||
+      if (type != kUint32Tag || !cursor_.Read(&alignment) ||
           alignment < kLeastAlignment || alignment > kMostAlignment ||
           (alignment & (alignment - 1)) != 0) {
         return Malformed(absl::StrCat(
@@ -220,9 +220,10 @@ class HeaderParser {
     if (!names_.insert(tensor.name).second) {
       return OfTensor(tensor, "the name occurs twice");
     }
-    if (rank > kMostDimensions) {
-      return OfTensor(tensor, absl::StrCat("expected at most ", kMostDimensions,
-                                           " dimensions, got ", rank));
+    if (rank > kMostReadDimensions) {
+      return OfTensor(tensor,
+                      absl::StrCat("expected at most ", kMostReadDimensions,
+                                   " dimensions, got ", rank));
     }
     for (uint32_t i = 0; i < rank; ++i) {
       uint64_t extent = 0;
@@ -318,7 +319,7 @@ absl::StatusOr<GgufReader> GgufReader::Open(const std::string& path) {
   absl::StatusOr<MappedFile> file = MappedFile::Open(path);
   if (!file.ok()) return file.status();
   GgufReader reader(*std::move(file));
-  HeaderParser parser(path, reader.file_.bytes());
+  GgufHeaderParser parser(path, reader.file_.bytes());
   const absl::Status status = parser.Parse(&reader.pairs_, &reader.tensors_);
   if (!status.ok()) return status;
   reader.alignment_ = parser.alignment();

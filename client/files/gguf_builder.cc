@@ -25,10 +25,10 @@ namespace quantd::files {
 namespace {
 
 constexpr uint32_t kVersion = 3;
-constexpr uint32_t kUint32Type = 4;
+constexpr uint32_t kUint32Code = 4;
 // ggml's limits; a name has a zero behind it there.
 constexpr size_t kMostNameBytes = 63;
-constexpr size_t kMostDimensions = 4;
+constexpr size_t kMostWrittenDimensions = 4;
 
 template <typename T>
 void AppendNumber(T value, std::string* bytes) {
@@ -51,7 +51,7 @@ uint64_t RoundUp(uint64_t size, uint64_t alignment) {
 std::string GgufUint32Pair(absl::string_view key, uint32_t value) {
   std::string pair;
   AppendText(key, &pair);
-  AppendNumber(kUint32Type, &pair);
+  AppendNumber(kUint32Code, &pair);
   AppendNumber(value, &pair);
   return pair;
 }
@@ -71,8 +71,8 @@ absl::Status CheckGgufEntry(const std::string& path, const GgufEntry& entry) {
     return refuse(absl::StrCat("GGUF takes names of at most ", kMostNameBytes,
                                " bytes, this one has ", entry.name.size()));
   }
-  if (entry.shape.size() > kMostDimensions) {
-    return refuse(absl::StrCat("GGUF takes at most ", kMostDimensions,
+  if (entry.shape.size() > kMostWrittenDimensions) {
+    return refuse(absl::StrCat("GGUF takes at most ", kMostWrittenDimensions,
                                " dimensions, this one has ",
                                entry.shape.size()));
   }

@@ -14,7 +14,7 @@
 namespace quantd::files {
 namespace {
 
-constexpr size_t kSuperBlock = 256;
+constexpr size_t kEncodedBlock = 256;
 // Sums are taken in so many lanes: in one order, and yet in vectors.
 constexpr size_t kLanes = 8;
 // Added and taken off again it rounds to the nearest integer, ties to even.
@@ -59,7 +59,7 @@ float HalfValue(uint16_t half) {
 float InverseOf(float scale) { return scale == 0 ? 0 : 1 / scale; }
 
 // As a float16 has it; not beyond its largest number.
-float ToHalf(double value) {
+float RoundedToHalf(double value) {
   const float clamped = static_cast<float>(
       std::clamp(value, -double{kMostHalf}, double{kMostHalf}));
   return HalfValue(NearestHalf(clamped));
@@ -68,7 +68,7 @@ float ToHalf(double value) {
 // The same, not less than `value`, but for the largest number.
 // Requires: value >= 0.
 float ToHalfAbove(float value) {
-  const float nearest = ToHalf(value);
+  const float nearest = RoundedToHalf(value);
   if (!(nearest < value) || nearest == kMostHalf) return nearest;
   return HalfValue(static_cast<uint16_t>(NearestHalf(nearest) + 1));
 }
@@ -82,7 +82,7 @@ void PutHalf(float value, uint8_t* bytes) {
 // q4_K and q5_K.
 
 constexpr size_t kLineBlock = 32;
-constexpr size_t kLineBlocks = kSuperBlock / kLineBlock;
+constexpr size_t kLineBlocks = kEncodedBlock / kLineBlock;
 constexpr int kMostSixBits = 63;
 
 // x' = scale * code - minimum, neither of them negative.
@@ -236,13 +236,13 @@ void FitShared(const float* x, const LineBlock& block, float most, float* d,
   }
   const double determinant = aa * bb - ab * ab;
   if (bb == 0) {
-    if (aa > 0 && xa > 0) *d = ToHalf(xa / aa);
+    if (aa > 0 && xa > 0) *d = RoundedToHalf(xa / aa);
   } else if (determinant > 0) {
     const double free_d = (xa * bb - xb * ab) / determinant;
     const double free_dmin = (xa * ab - xb * aa) / determinant;
     if (free_d > 0 && free_dmin > 0) {
-      *d = ToHalf(free_d);
-      *dmin = ToHalf(free_dmin);
+      *d = RoundedToHalf(free_d);
+      *dmin = RoundedToHalf(free_dmin);
     }
   }
 }
@@ -316,7 +316,7 @@ void EncodeQ5K(const float* elements, uint8_t* block) {
 // q6_K.
 
 constexpr size_t kScaleBlock = 16;
-constexpr size_t kScaleBlocks = kSuperBlock / kScaleBlock;
+constexpr size_t kScaleBlocks = kEncodedBlock / kScaleBlock;
 constexpr int kLeastScale = -128;
 constexpr int kMostScale = 127;
 constexpr float kLeastCode = -32;
@@ -414,7 +414,7 @@ float FitScales(const float* x, const ScaledBlock& block) {
     aa += scale * scale * double{sums.qq};
     xa += scale * double{sums.xq};
   }
-  return aa > 0 ? ToHalf(xa / aa) : block.d;
+  return aa > 0 ? RoundedToHalf(xa / aa) : block.d;
 }
 
 ScaledBlock FindScales(const float* x) {
@@ -460,17 +460,17 @@ void EncodeQ6K(const float* elements, uint8_t* block) {
   }
 }
 
-struct Row {
+struct EncoderRow {
   absl::string_view type;
   GgufEncoder encode;
 };
-constexpr Row kEncoders[] = {
+constexpr EncoderRow kEncoders[] = {
     {"q4_K", EncodeQ4K}, {"q5_K", EncodeQ5K}, {"q6_K", EncodeQ6K}};
 
 }  // namespace
 
 GgufEncoder FindGgufEncoder(const GgufType& type) {
-  for (const Row& row : kEncoders) {
+  for (const EncoderRow& row : kEncoders) {
     if (row.type == type.name) return row.encode;
   }
   return nullptr;

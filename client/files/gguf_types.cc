@@ -441,7 +441,7 @@ constexpr GgufType Plain(uint32_t number, absl::string_view name, Dtype dtype,
   return {number, name, 1, bytes, nullptr, dtype};
 }
 
-constexpr GgufType kTypes[] = {
+constexpr GgufType kGgufTypes[] = {
     Plain(0, "f32", Dtype::kF32, 4),
     Plain(1, "f16", Dtype::kF16, 2),
     {2, "q4_0", 32, 18, DecodeQ4_0, std::nullopt},
@@ -481,24 +481,24 @@ constexpr GgufType kTypes[] = {
 
 }  // namespace
 
-absl::Span<const GgufType> GgufTypes() { return kTypes; }
+absl::Span<const GgufType> GgufTypes() { return kGgufTypes; }
 
 const GgufType* FindGgufType(uint32_t number) {
-  for (const GgufType& type : kTypes) {
+  for (const GgufType& type : kGgufTypes) {
     if (type.number == number) return &type;
   }
   return nullptr;
 }
 
 const GgufType* FindGgufType(absl::string_view name) {
-  for (const GgufType& type : kTypes) {
+  for (const GgufType& type : kGgufTypes) {
     if (type.name == name) return &type;
   }
   return nullptr;
 }
 
 const GgufType* FindGgufType(Dtype dtype) {
-  for (const GgufType& type : kTypes) {
+  for (const GgufType& type : kGgufTypes) {
     if (type.dtype == dtype) return &type;
   }
   return nullptr;

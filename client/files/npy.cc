@@ -24,8 +24,8 @@
 namespace quantd::files {
 namespace {
 
-constexpr absl::string_view kMagic = "\x93NUMPY";
-constexpr size_t kAlignmentBytes = 64;
+constexpr absl::string_view kNpyMagic = "\x93NUMPY";
+constexpr size_t kNpyAlignmentBytes = 64;
 // numpy's own arrays have at most 64 dimensions.
 constexpr size_t kMaxRank = 64;
 
@@ -63,9 +63,9 @@ struct Header {
 // Reads the header: a Python literal such as
 // {'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }. Not
 // thread-safe.
-class HeaderParser {
+class NpyHeaderParser {
  public:
-  explicit HeaderParser(absl::string_view text) : text_(text) {}
+  explicit NpyHeaderParser(absl::string_view text) : text_(text) {}
 
   // Errors: what was expected, as the message of an INVALID_ARGUMENT.
   absl::StatusOr<Header> Parse() {
@@ -194,8 +194,8 @@ absl::StatusOr<NpyReader> NpyReader::Open(const std::string& path) {
   const absl::Span<const uint8_t> bytes = file->bytes();
   const absl::string_view text(reinterpret_cast<const char*>(bytes.data()),
                                bytes.size());
-  const size_t version_at = kMagic.size();
-  if (!absl::StartsWith(text, kMagic) || text.size() < version_at + 4) {
+  const size_t version_at = kNpyMagic.size();
+  if (!absl::StartsWith(text, kNpyMagic) || text.size() < version_at + 4) {
     return FileMalformedError(path,
                               "expected a file that begins with \\x93NUMPY");
   }
@@ -222,7 +222,7 @@ absl::StatusOr<NpyReader> NpyReader::Open(const std::string& path) {
                            bytes.size() - header_at));
   }
   absl::StatusOr<Header> header =
-      HeaderParser(text.substr(header_at, length)).Parse();
+      NpyHeaderParser(text.substr(header_at, length)).Parse();
   if (!header.ok()) {
     return FileMalformedError(path, header.status().message());
   }
@@ -284,14 +284,15 @@ absl::StatusOr<uint64_t> WriteNpy(const std::string& path, IfExists if_exists,
       absl::StrJoin(shape, ", "), shape.size() == 1 ? ",), }" : "), }");
   // Magic, version, length and header together are a multiple of 64.
   const auto pad = [&header](size_t length_size) {
-    const size_t used = kMagic.size() + 2 + length_size + header.size() + 1;
-    return (kAlignmentBytes - used % kAlignmentBytes) % kAlignmentBytes;
+    const size_t used = kNpyMagic.size() + 2 + length_size + header.size() + 1;
+    return (kNpyAlignmentBytes - used % kNpyAlignmentBytes) %
+           kNpyAlignmentBytes;
   };
   size_t length_size = 2;
   if (header.size() + pad(length_size) + 1 > 0xFFFF) length_size = 4;
   header.append(pad(length_size), ' ');
   header.push_back('\n');
-  std::string front(kMagic);
+  std::string front(kNpyMagic);
   front.push_back(length_size == 2 ? '\x01' : '\x02');
   front.push_back('\0');
   for (size_t i = 0; i < length_size; ++i) {

@@ -31,9 +31,9 @@ namespace {
 
 constexpr int kFloat = 1;
 constexpr int kAttributeInt = 2;
-constexpr int kExternal = 1;
+constexpr int kExternalLocation = 1;
 // Graphs within graphs.
-constexpr int kMaxDepth = 100;
+constexpr int kMaxGraphDepth = 100;
 
 // A type of codes.
 struct CodeType {
@@ -48,7 +48,7 @@ struct CodeType {
 // Of biases alone: QuantizeLinear does not make it.
 constexpr absl::string_view kBiasType = "int32";
 
-constexpr CodeType kTypes[] = {
+constexpr CodeType kCodeTypes[] = {
     {"uint8", 2, 10, 1},
     {"int8", 3, 10, 1},
     {"uint16", 4, 21, 2},
@@ -70,8 +70,8 @@ constexpr int64_t kCastBfloat16Opset = 13;
 // Before it, operators without an axis of their own broadcast in other ways.
 constexpr int64_t kOldestOpset = 7;
 
-const CodeType* FindType(absl::string_view name) {
-  for (const CodeType& type : kTypes) {
+const CodeType* FindCodeType(absl::string_view name) {
+  for (const CodeType& type : kCodeTypes) {
     if (type.name == name) return &type;
   }
   return nullptr;
@@ -156,7 +156,7 @@ void ForEachGraph(onnx::AttributeProto* attribute, Visit& visit,
 // Calls visit(graph) for a graph and all those in it.
 template <typename Visit>
 void ForEachGraph(onnx::GraphProto* graph, Visit& visit, int depth) {
-  if (depth > kMaxDepth) return;
+  if (depth > kMaxGraphDepth) return;
   visit(graph);
   for (onnx::NodeProto& node : *graph->mutable_node()) {
     for (onnx::AttributeProto& attribute : *node.mutable_attribute()) {
@@ -324,7 +324,7 @@ void MoveConstants(onnx::GraphProto* graph) {
 }
 
 bool IsExternal(const onnx::TensorProto& tensor) {
-  return tensor.data_location() == kExternal;
+  return tensor.data_location() == kExternalLocation;
 }
 
 // Puts the data of other files into the initializers that have them there.
@@ -659,12 +659,12 @@ std::vector<OnnxModel::Node> OnnxModel::nodes() const {
 }
 
 bool OnnxModel::HasType(absl::string_view type) {
-  return type != kBiasType && FindType(type) != nullptr;
+  return type != kBiasType && FindCodeType(type) != nullptr;
 }
 
 std::vector<std::string> OnnxModel::AddParameters(const std::string& name,
                                                   const Quantizer& quantizer) {
-  const CodeType& type = *FindType(quantizer.type);
+  const CodeType& type = *FindCodeType(quantizer.type);
   needed_opset_ = std::max({needed_opset_, type.opset,
                             quantizer.block_size != 0       ? kBlockOpset
                             : quantizer.scale_shape.empty() ? type.opset
@@ -677,7 +677,7 @@ std::vector<std::string> OnnxModel::AddParameters(const std::string& name,
         AddParameters(scales, of_scales);
     onnx::TensorProto& codes = *graph.add_initializer();
     codes.set_name(graph_->NewName(scales + "_quantized"));
-    codes.set_data_type(FindType(of_scales.type)->data_type);
+    codes.set_data_type(FindCodeType(of_scales.type)->data_type);
     codes.mutable_dims()->Assign(quantizer.scale_shape.begin(),
                                  quantizer.scale_shape.end());
     codes.set_raw_data(quantizer.scale_code.data(),
@@ -738,7 +738,7 @@ void OnnxModel::QuantizeWeight(absl::string_view name,
   const std::vector<std::string> parameters = AddParameters(weight, quantizer);
   onnx::TensorProto& tensor = *graph.mutable_initializer(index);
   tensor.set_name(graph_->NewName(weight + "_quantized"));
-  tensor.set_data_type(FindType(quantizer.type)->data_type);
+  tensor.set_data_type(FindCodeType(quantizer.type)->data_type);
   tensor.set_raw_data(codes.data(), codes.size());
   weights_[static_cast<size_t>(index)].data = {};
   for (int i = 0; i < graph.input_size(); ++i) {
@@ -772,7 +772,7 @@ void OnnxModel::QuantizeBias(size_t node, size_t input,
   const std::vector<std::string> parameters = AddParameters(bias, quantizer);
   onnx::TensorProto& tensor = *graph.add_initializer();
   tensor.set_name(graph_->NewName(bias + "_quantized"));
-  tensor.set_data_type(FindType(kBiasType)->data_type);
+  tensor.set_data_type(FindCodeType(kBiasType)->data_type);
   tensor.add_dims(static_cast<int64_t>(codes.size()));
   tensor.set_raw_data(codes.data(), codes.size() * sizeof(int32_t));
   taken = graph_->NewName(bias + "_dequantized");

@@ -28,11 +28,12 @@ constexpr int kMostSteps = 8;
 
 constexpr std::array<absl::string_view, 4> kLayers = {"Conv", "ConvTranspose",
                                                       "Gemm", "MatMul"};
-constexpr std::array<absl::string_view, 4> kForms = {
+constexpr std::array<absl::string_view, 4> kWeightForms = {
     "Transpose", "Cast", "Identity", "DequantizeLinear"};
 
 bool ChangesForm(const OnnxModel::Node& node) {
-  return std::find(kForms.begin(), kForms.end(), node.op_type) != kForms.end();
+  return std::find(kWeightForms.begin(), kWeightForms.end(), node.op_type) !=
+         kWeightForms.end();
 }
 
 // Whether a node gives a matrix with its rows as columns.

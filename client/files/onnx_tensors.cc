@@ -76,12 +76,12 @@ constexpr uint32_t kTensorDataLocation = 14;
 constexpr uint32_t kEntryKey = 1;
 constexpr uint32_t kEntryValue = 2;
 
-constexpr uint64_t kExternal = 1;
+constexpr uint64_t kDataLocationExternal = 1;
 
 // No weight has as many, and a model may name millions.
-constexpr size_t kMostDimensions = 16;
+constexpr size_t kMostOnnxDimensions = 16;
 // Graphs within graphs.
-constexpr int kMaxDepth = 100;
+constexpr int kMaxNestedGraphs = 100;
 
 // A type of elements: where it has its data, if not in raw_data.
 struct Type {
@@ -261,7 +261,7 @@ constexpr std::array<CodeInput, 15> kCodeInputs = {{
 }};
 
 // Operators that give the elements of their first input in another form.
-constexpr std::array<absl::string_view, 7> kForms = {
+constexpr std::array<absl::string_view, 7> kShapeForms = {
     "Cast",    "Flatten",   "Identity", "Reshape",
     "Squeeze", "Transpose", "Unsqueeze"};
 // How many of them stand between codes and what takes them, at most.
@@ -404,7 +404,7 @@ class OnnxTensors::Parser {
   };
 
   absl::Status ReadGraph(Bytes bytes, const Where& where) {
-    if (where.depth > kMaxDepth) return NotSound();
+    if (where.depth > kMaxNestedGraphs) return NotSound();
     Fields graph(bytes);
     Field field;
     while (graph.Next(&field)) {
@@ -480,7 +480,8 @@ class OnnxTensors::Parser {
       }
     }
     if (!node.inputs.empty() &&
-        std::find(kForms.begin(), kForms.end(), node.op_type) != kForms.end()) {
+        std::find(kShapeForms.begin(), kShapeForms.end(), node.op_type) !=
+            kShapeForms.end()) {
       forms_[node.output] = node.inputs[0];
       if (node.op_type == "Cast") casts_.insert(node.output);
     }
@@ -605,7 +606,7 @@ class OnnxTensors::Parser {
   absl::Status ReadInfo(Bytes bytes, Info* info) {
     // Of dimensions, keeps one more than there may be.
     const auto add = [info](uint64_t size) {
-      if (info->shape.size() > kMostDimensions) return;
+      if (info->shape.size() > kMostOnnxDimensions) return;
       info->shape.push_back(static_cast<int64_t>(size));
     };
     Fields tensor(bytes);
@@ -634,7 +635,7 @@ class OnnxTensors::Parser {
           break;
         case kTensorDataLocation:
           if (field.type == kVarint) {
-            info->is_external = field.value == kExternal;
+            info->is_external = field.value == kDataLocationExternal;
           }
           break;
         case kTensorExternalData:
@@ -656,9 +657,9 @@ class OnnxTensors::Parser {
     if (!IsUtf8(info->name)) {
       return Malformed(*info, "expected a name of UTF-8");
     }
-    if (info->shape.size() > kMostDimensions) {
-      return Malformed(*info, absl::StrCat("expected at most ", kMostDimensions,
-                                           " dimensions"));
+    if (info->shape.size() > kMostOnnxDimensions) {
+      return Malformed(*info, absl::StrCat("expected at most ",
+                                           kMostOnnxDimensions, " dimensions"));
     }
     return absl::OkStatus();
   }

@@ -22,11 +22,7 @@
 #include "client/files/safetensors_header.h"
 
 namespace quantd::files {
-namespace {
-
-constexpr char kMetadataKey[] = "__metadata__";
-
-}  // namespace
+namespace {}  // namespace
 
 absl::StatusOr<std::unique_ptr<SafetensorsBuilder>> SafetensorsBuilder::Create(
     const std::string& path, IfExists if_exists) {
@@ -57,7 +53,7 @@ absl::StatusOr<SafetensorsBuilder::Entry> SafetensorsBuilder::MakeEntry(
     return FileMalformedError(
         path_, absl::StrCat("tensor \"", name, "\": the shape has no size"));
   }
-  if (name == kMetadataKey || !names_.insert(name).second) {
+  if (name == kSafetensorsMetadataKey || !names_.insert(name).second) {
     return FileMalformedError(path_,
                               absl::StrCat("the name \"", name, "\" is taken"));
   }

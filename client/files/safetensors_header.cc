@@ -15,10 +15,7 @@
 namespace quantd::files {
 namespace {
 
-constexpr uint64_t kMaxHeaderBytes = 100'000'000;
-constexpr size_t kAlignmentBytes = 8;
-constexpr size_t kLengthBytes = 8;
-constexpr char kMetadataKey[] = "__metadata__";
+constexpr size_t kHeaderAlignmentBytes = 8;
 
 }  // namespace
 
@@ -29,7 +26,7 @@ absl::StatusOr<std::string> SafetensorsHeader(
   // ordered_json looks a key up linearly; items are appended instead, which
   // the writers have made unique.
   auto& items = header.get_ref<nlohmann::ordered_json::object_t&>();
-  if (!metadata.empty()) items.emplace_back(kMetadataKey, metadata);
+  if (!metadata.empty()) items.emplace_back(kSafetensorsMetadataKey, metadata);
   uint64_t offset = 0;
   for (const SafetensorsEntry& entry : entries) {
     const std::string dtype(DtypeName(entry.dtype));
@@ -44,17 +41,21 @@ absl::StatusOr<std::string> SafetensorsHeader(
   std::string text =
       header.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   size_t size = std::max<size_t>(
-      text.size(), room_bytes - std::min<uint64_t>(room_bytes, kLengthBytes));
-  size += (kAlignmentBytes - size % kAlignmentBytes) % kAlignmentBytes;
-  if (text.size() <= kMaxHeaderBytes) size = std::min(size, kMaxHeaderBytes);
+      text.size(),
+      room_bytes - std::min<uint64_t>(room_bytes, kSafetensorsLengthBytes));
+  size += (kHeaderAlignmentBytes - size % kHeaderAlignmentBytes) %
+          kHeaderAlignmentBytes;
+  if (text.size() <= kMaxSafetensorsHeaderBytes)
+    size = std::min(size, kMaxSafetensorsHeaderBytes);
   text.append(size - text.size(), ' ');
-  if (text.size() > kMaxHeaderBytes) {
+  if (text.size() > kMaxSafetensorsHeaderBytes) {
     return FileMalformedError(
-        path, absl::StrCat("the header would take ", text.size(),
-                           " bytes, the format allows ", kMaxHeaderBytes));
+        path,
+        absl::StrCat("the header would take ", text.size(),
+                     " bytes, the format allows ", kMaxSafetensorsHeaderBytes));
   }
-  std::string length(kLengthBytes, '\0');
-  for (size_t i = 0; i < kLengthBytes; ++i) {
+  std::string length(kSafetensorsLengthBytes, '\0');
+  for (size_t i = 0; i < kSafetensorsLengthBytes; ++i) {
     length[i] = static_cast<char>(text.size() >> (8 * i));
   }
   return absl::StrCat(length, text);

@@ -3,15 +3,23 @@
 #ifndef QUANTD_CLIENT_FILES_SAFETENSORS_HEADER_H_
 #define QUANTD_CLIENT_FILES_SAFETENSORS_HEADER_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "client/files/dtype.h"
 
 namespace quantd::files {
+
+// Bytes of the length that the file begins with, and the limit on it.
+constexpr size_t kSafetensorsLengthBytes = 8;
+constexpr uint64_t kMaxSafetensorsHeaderBytes = 100'000'000;
+// The name in the header that is no tensor's.
+constexpr absl::string_view kSafetensorsMetadataKey = "__metadata__";
 
 // A tensor in the header.
 struct SafetensorsEntry {

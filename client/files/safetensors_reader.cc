@@ -19,14 +19,11 @@
 #include "client/files/errors.h"
 #include "client/files/mapped_file.h"
 #include "client/files/safetensors.h"
+#include "client/files/safetensors_header.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::files {
 namespace {
-
-constexpr uint64_t kMaxHeaderBytes = 100'000'000;
-constexpr size_t kLengthBytes = 8;
-constexpr absl::string_view kMetadataKey = "__metadata__";
 
 struct HeaderTensor {
   std::string name;
@@ -93,7 +90,7 @@ class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
         where_ = Where::kTop;
         return true;
       case Where::kTop:
-        if (key_ == kMetadataKey) {
+        if (key_ == kSafetensorsMetadataKey) {
           where_ = Where::kMetadata;
         } else {
           where_ = Where::kTensor;
@@ -233,7 +230,7 @@ class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
 
 uint64_t ReadLength(absl::Span<const uint8_t> bytes) {
   uint64_t length = 0;
-  for (size_t i = 0; i < kLengthBytes; ++i) {
+  for (size_t i = 0; i < kSafetensorsLengthBytes; ++i) {
     length |= static_cast<uint64_t>(bytes[i]) << (8 * i);
   }
   return length;
@@ -290,22 +287,23 @@ absl::StatusOr<SafetensorsReader> SafetensorsReader::Open(
   absl::StatusOr<MappedFile> file = MappedFile::Open(path);
   if (!file.ok()) return file.status();
   const absl::Span<const uint8_t> bytes = file->bytes();
-  if (bytes.size() < kLengthBytes) {
+  if (bytes.size() < kSafetensorsLengthBytes) {
     return FileMalformedError(
         path, absl::StrCat("expected at least 8 bytes, got ", bytes.size()));
   }
   const uint64_t length = ReadLength(bytes);
-  if (length > kMaxHeaderBytes) {
+  if (length > kMaxSafetensorsHeaderBytes) {
     return FileMalformedError(
-        path, absl::StrCat("expected a header of at most ", kMaxHeaderBytes,
-                           " bytes, got ", length));
+        path, absl::StrCat("expected a header of at most ",
+                           kMaxSafetensorsHeaderBytes, " bytes, got ", length));
   }
-  if (length > bytes.size() - kLengthBytes) {
+  if (length > bytes.size() - kSafetensorsLengthBytes) {
     return FileMalformedError(
         path, absl::StrCat("expected a header of ", length, " bytes, got ",
-                           bytes.size() - kLengthBytes));
+                           bytes.size() - kSafetensorsLengthBytes));
   }
-  const absl::Span<const uint8_t> header = bytes.subspan(kLengthBytes, length);
+  const absl::Span<const uint8_t> header =
+      bytes.subspan(kSafetensorsLengthBytes, length);
   if (header.empty() || header[0] != '{') {
     return FileMalformedError(path, "expected a header that begins with {");
   }
@@ -325,7 +323,8 @@ absl::StatusOr<SafetensorsReader> SafetensorsReader::Open(
                    [](const HeaderTensor& a, const HeaderTensor& b) {
                      return std::tie(a.begin, a.end) < std::tie(b.begin, b.end);
                    });
-  const absl::Span<const uint8_t> data = bytes.subspan(kLengthBytes + length);
+  const absl::Span<const uint8_t> data =
+      bytes.subspan(kSafetensorsLengthBytes + length);
   const absl::Status status = CheckOffsets(path, tensors, data.size());
   if (!status.ok()) return status;
 

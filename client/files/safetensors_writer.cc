@@ -18,11 +18,7 @@
 #include "client/files/safetensors_header.h"
 
 namespace quantd::files {
-namespace {
-
-constexpr char kMetadataKey[] = "__metadata__";
-
-}  // namespace
+namespace {}  // namespace
 
 absl::StatusOr<SafetensorsWriter> SafetensorsWriter::Create(
     const std::string& path, IfExists if_exists) {
@@ -58,7 +54,7 @@ absl::Status SafetensorsWriter::Check(const std::string& name, Dtype dtype,
         path_, absl::StrCat("tensor \"", name, "\": the data have ", size_bytes,
                             " bytes, the shape ", expected.value_or(-1)));
   }
-  if (name == kMetadataKey || !names_.insert(name).second) {
+  if (name == kSafetensorsMetadataKey || !names_.insert(name).second) {
     return FileMalformedError(path_,
                               absl::StrCat("the name \"", name, "\" is taken"));
   }

@@ -26,9 +26,6 @@
 namespace quantd::core {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr int kDefaultSteps = 128;
-constexpr int kDefaultStepsOfTwoEnds = 32;
 // Steps between the two neighbours of the best range, for each end.
 constexpr int kFineSteps = 16;
 constexpr int kFineStepsOfTwoEnds = 16;
@@ -360,7 +357,7 @@ class BlockSearch::Run {
     if (scaler_.is_symmetric()) {
       SearchOneEnd(steps != 0 ? steps : kDefaultSteps);
     } else {
-      SearchTwoEnds(steps != 0 ? steps : kDefaultStepsOfTwoEnds);
+      SearchTwoEnds(steps != 0 ? steps : kDefaultStepsOfEachEnd);
     }
     if (stop_.stopped()) return StoppedError();
     if (!has_best_) return status_;
@@ -389,7 +386,9 @@ class BlockSearch::Run {
   }
 
   // Of the ranges that were tried.
-  double least() const { return has_best_ ? best_.error : kInfinity; }
+  double least() const {
+    return has_best_ ? best_.error : std::numeric_limits<double>::infinity();
+  }
 
   void Take(const Range& range, double error, double order) {
     if (has_best_ && !(error < best_.error) &&
@@ -622,7 +621,8 @@ class BlockSearch::Run {
         const double high_step =
             least_high < count ? fine(best_high, high) : best_high;
         if (low_step <= 0 || high_step <= 0) continue;
-        AddTrial(range_of(low_step, high_step), kInfinity);
+        AddTrial(range_of(low_step, high_step),
+                 std::numeric_limits<double>::infinity());
       }
     }
     JudgeTrials();
@@ -641,7 +641,8 @@ class BlockSearch::Run {
         const double high_step =
             std::min<double>(count, high_at + high * kFinerStep);
         if (low_step <= 0 || high_step <= 0) continue;
-        AddTrial(range_of(low_step, high_step), kInfinity);
+        AddTrial(range_of(low_step, high_step),
+                 std::numeric_limits<double>::infinity());
       }
     }
     JudgeTrials();

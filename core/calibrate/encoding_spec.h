@@ -15,6 +15,11 @@
 
 namespace quantd::core {
 
+// Values of EncodingSpec::search_steps where it is 0.
+constexpr int kDefaultSteps = 128;
+// For each end of an asymmetric range under kMse and kSqnr.
+constexpr int kDefaultStepsOfEachEnd = 32;
+
 // The values are those of quantd.v1.Symmetry.
 enum class Symmetry : int {
   kDefault = 0,     // kStrict for signed formats, kAsymmetric for unsigned

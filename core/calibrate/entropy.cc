@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "core/calibrate/block_entropy.h"
 #include "core/calibrate/block_search.h"
+#include "core/calibrate/encoding_spec.h"
 #include "core/calibrate/range_scaler.h"
 #include "core/calibrate/squared_error.h"
 #include "core/parallel/stop_token.h"
@@ -20,7 +21,6 @@
 namespace quantd::core {
 namespace {
 
-constexpr int kDefaultSteps = 128;
 constexpr int64_t kDefaultBins = 2048;
 
 // Those of ranges that are tried at once, if there are no more levels.

@@ -88,9 +88,10 @@ bool IsStopped(StopToken stop, size_t tensor) {
 }
 
 // An option of each tensor, and the bytes that they leave.
-class Choice {
+class BudgetedChoice {
  public:
-  Choice(absl::Span<const TensorOptions> tensors, int64_t max_size_bytes)
+  BudgetedChoice(absl::Span<const TensorOptions> tensors,
+                 int64_t max_size_bytes)
       : tensors_(tensors), left_(max_size_bytes) {
     options_.reserve(tensors.size());
   }
@@ -133,16 +134,17 @@ class Choice {
 };
 
 // One spec for all tensors so far.
-struct Uniform {
+struct UniformMixture {
   int spec_index;
   absl::int128 size_bytes;
   double noise;
 };
 
 // Leaves those that the tensor has too.
-void AddTensor(const TensorOptions& options, std::vector<Uniform>* uniforms) {
+void AddTensor(const TensorOptions& options,
+               std::vector<UniformMixture>* uniforms) {
   size_t kept = 0;
-  for (Uniform& uniform : *uniforms) {
+  for (UniformMixture& uniform : *uniforms) {
     const int i = OptionOf(options, uniform.spec_index);
     if (i < 0) continue;
     uniform.size_bytes += options[i].size_bytes;
@@ -153,10 +155,10 @@ void AddTensor(const TensorOptions& options, std::vector<Uniform>* uniforms) {
 }
 
 // The best that fits, or null.
-const Uniform* BestOf(absl::Span<const Uniform> uniforms,
-                      int64_t max_size_bytes) {
-  const Uniform* best = nullptr;
-  for (const Uniform& uniform : uniforms) {
+const UniformMixture* BestOf(absl::Span<const UniformMixture> uniforms,
+                             int64_t max_size_bytes) {
+  const UniformMixture* best = nullptr;
+  for (const UniformMixture& uniform : uniforms) {
     if (uniform.size_bytes <= max_size_bytes &&
         (best == nullptr || uniform.noise < best->noise)) {
       best = &uniform;
@@ -203,7 +205,7 @@ std::priority_queue<T> QueueOf(size_t size) {
 struct Relaxed {
   // Noise for each byte.
   double price;
-  Choice bases;
+  BudgetedChoice bases;
 };
 
 // Goes from the smallest options along the hulls, steepest first: the optimum
@@ -212,7 +214,8 @@ struct Relaxed {
 // goes on with those that do.
 absl::Status TakeSteps(absl::Span<const TensorOptions> tensors,
                        absl::Span<const std::vector<int>> hulls, StopToken stop,
-                       Choice* choice, absl::optional<Relaxed>* relaxed) {
+                       BudgetedChoice* choice,
+                       absl::optional<Relaxed>* relaxed) {
   auto steps = QueueOf<Step>(tensors.size());
   const auto push = [&](size_t tensor, size_t next) {
     const std::vector<int>& hull = hulls[tensor];
@@ -246,7 +249,7 @@ absl::Status TakeSteps(absl::Span<const TensorOptions> tensors,
 // option saves only falls: the most that each tensor saved when it was last
 // looked at is a bound.
 absl::Status Fill(absl::Span<const TensorOptions> tensors, StopToken stop,
-                  Choice* choice) {
+                  BudgetedChoice* choice) {
   auto savings = QueueOf<Saving>(tensors.size());
   // Of the options that fit, the first of those that save most.
   const auto look_at = [&](size_t tensor) {
@@ -305,7 +308,7 @@ absl::StatusOr<Mixture> BestMixture(absl::Span<const TensorOptions> tensors,
                                     int64_t max_size_bytes, StopToken stop) {
   std::vector<std::vector<int>> hulls;
   hulls.reserve(tensors.size());
-  std::vector<Uniform> uniforms;
+  std::vector<UniformMixture> uniforms;
   if (!tensors.empty()) {
     uniforms.reserve(tensors[0].size());
     for (const PrecisionOption& option : tensors[0]) {
@@ -313,7 +316,7 @@ absl::StatusOr<Mixture> BestMixture(absl::Span<const TensorOptions> tensors,
     }
   }
   // The smallest options first.
-  Choice choice(tensors, max_size_bytes);
+  BudgetedChoice choice(tensors, max_size_bytes);
   for (const TensorOptions& options : tensors) {
     if (IsStopped(stop, hulls.size())) return StoppedError();
     hulls.push_back(Hull(options));
@@ -337,7 +340,7 @@ absl::StatusOr<Mixture> BestMixture(absl::Span<const TensorOptions> tensors,
     best_noise = noise;
   };
 
-  if (const Uniform* uniform = BestOf(uniforms, max_size_bytes)) {
+  if (const UniformMixture* uniform = BestOf(uniforms, max_size_bytes)) {
     for (size_t i = 0; i < tensors.size(); ++i) {
       if (IsStopped(stop, i)) return StoppedError();
       choice.Change(i, OptionOf(tensors[i], uniform->spec_index));
@@ -361,7 +364,8 @@ absl::StatusOr<Mixture> BestMixture(absl::Span<const TensorOptions> tensors,
 }
 
 int64_t MixtureBytes(int64_t options) {
-  return MixtureSearchBytes() + options * static_cast<int64_t>(sizeof(Uniform));
+  return MixtureSearchBytes() +
+         options * static_cast<int64_t>(sizeof(UniformMixture));
 }
 
 }  // namespace quantd::core

@@ -41,7 +41,7 @@ struct Tensor {
 };
 
 // Options for the tensors so far, all relative to the bases.
-struct Choice {
+struct PartialMixture {
   absl::int128 bytes;
   double noise;
   double cost;
@@ -89,7 +89,7 @@ class Search {
     for (at_ = 0; at_ < searched_.size(); ++at_) {
       if (stop.stopped()) return StoppedError();
       tried_.clear();
-      for (const Choice& choice : choices_) {
+      for (const PartialMixture& choice : choices_) {
         if (IsInQuestion(choice)) tried_.push_back(choice);
       }
       const auto options =
@@ -174,7 +174,7 @@ class Search {
   }
 
   // Whether it can still come to less than what is known.
-  bool IsInQuestion(const Choice& choice) const {
+  bool IsInQuestion(const PartialMixture& choice) const {
     const absl::int128 left = left_ - choice.bytes;
     if (left + searched_[at_].less_bytes < 0) return false;
     const double unspent =
@@ -194,15 +194,15 @@ class Search {
     const double noise = other.noise() - base.noise();
 
     merged_.clear();
-    const auto merge = [this](const Choice& choice) {
+    const auto merge = [this](const PartialMixture& choice) {
       if (merged_.empty() || choice.noise < merged_.back().noise) {
         merged_.push_back(choice);
       }
     };
     auto tried = tried_.begin();
-    for (const Choice& choice : choices_) {
-      const Choice changed{choice.bytes + bytes, choice.noise + noise,
-                           choice.cost + cost, choice.before, option};
+    for (const PartialMixture& choice : choices_) {
+      const PartialMixture changed{choice.bytes + bytes, choice.noise + noise,
+                                   choice.cost + cost, choice.before, option};
       if (!IsInQuestion(changed)) continue;
       while (tried != tried_.end() && (tried->bytes < changed.bytes ||
                                        (tried->bytes == changed.bytes &&
@@ -219,7 +219,7 @@ class Search {
   void KeepCheapest() {
     if (merged_.size() <= kMaxKeptChoices) return tried_.swap(merged_);
     costs_.clear();
-    for (const Choice& choice : merged_) costs_.push_back(choice.cost);
+    for (const PartialMixture& choice : merged_) costs_.push_back(choice.cost);
     const auto last = costs_.begin() + (kMaxKeptChoices - 1);
     std::nth_element(costs_.begin(), last, costs_.end());
     size_t equal =
@@ -227,7 +227,7 @@ class Search {
         static_cast<size_t>(std::count_if(
             costs_.begin(), last, [&](double cost) { return cost < *last; }));
     tried_.clear();
-    for (const Choice& choice : merged_) {
+    for (const PartialMixture& choice : merged_) {
       if (choice.cost > *last || (choice.cost == *last && equal == 0)) continue;
       if (choice.cost == *last) --equal;
       tried_.push_back(choice);
@@ -236,8 +236,8 @@ class Search {
 
   // Notes the options of the tensor in links_, and the best choice that fits.
   void TakeBest() {
-    const Choice* fits = nullptr;
-    for (Choice& choice : choices_) {
+    const PartialMixture* fits = nullptr;
+    for (PartialMixture& choice : choices_) {
       if (choice.option >= 0) {
         links_.push_back({choice.before, static_cast<int>(at_), choice.option});
         choice.before = static_cast<int>(links_.size()) - 1;
@@ -268,10 +268,10 @@ class Search {
   std::vector<Tensor> searched_;
   size_t at_ = 0;
   // In order of bytes, ascending; noise descends.
-  std::vector<Choice> choices_;
+  std::vector<PartialMixture> choices_;
   // Those with the options of the tensor that were tried.
-  std::vector<Choice> tried_;
-  std::vector<Choice> merged_;
+  std::vector<PartialMixture> tried_;
+  std::vector<PartialMixture> merged_;
   std::vector<double> costs_;
   std::vector<Link> links_;
   bool found_ = false;
@@ -291,7 +291,7 @@ absl::StatusOr<absl::optional<std::vector<MixtureChange>>> SearchMixture(
 int64_t MixtureSearchBytes() {
   // In choices_, tried_, merged_ and costs_.
   constexpr size_t kChoiceBytes =
-      kMaxMerged * (3 * sizeof(Choice) + sizeof(double));
+      kMaxMerged * (3 * sizeof(PartialMixture) + sizeof(double));
   return static_cast<int64_t>(
       kMaxSearchedTensors * (sizeof(Tensor) + sizeof(MixtureChange)) +
       kChoiceBytes + kMaxSearchedTensors * kMaxKeptChoices * sizeof(Link));

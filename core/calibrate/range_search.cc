@@ -9,16 +9,13 @@
 #include "absl/status/statusor.h"
 #include "absl/types/optional.h"
 #include "core/calibrate/distribution.h"
+#include "core/calibrate/encoding_spec.h"
 #include "core/calibrate/range_scaler.h"
 #include "core/calibrate/squared_error.h"
 #include "core/parallel/stop_token.h"
 
 namespace quantd::core {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr int kDefaultSteps = 128;
-constexpr int kDefaultStepsOfTwoEnds = 32;
 
 // As many as take much longer than to look at the stop token.
 int TriesAtOnce(const Distribution& distribution) {
@@ -102,7 +99,7 @@ class BestRange {
   // No scale is 0.
   BlockScale last_ = {0, 0, 0};
   absl::optional<Range> best_;
-  double error_ = kInfinity;
+  double error_ = std::numeric_limits<double>::infinity();
 };
 
 }  // namespace
@@ -113,7 +110,8 @@ absl::StatusOr<double> RangeError(const RangeScaler& scaler, int64_t index,
                                   const Range& range, double gamma) {
   const absl::StatusOr<BlockScale> scale = scaler.Scale(index, range, outer);
   if (!scale.ok()) return scale.status();
-  return ErrorUnder(*scale, numbers, distribution, gamma, kInfinity);
+  return ErrorUnder(*scale, numbers, distribution, gamma,
+                    std::numeric_limits<double>::infinity());
 }
 
 absl::StatusOr<Range> SearchRange(const RangeScaler& scaler, int64_t index,
@@ -123,7 +121,7 @@ absl::StatusOr<Range> SearchRange(const RangeScaler& scaler, int64_t index,
                                   StopToken stop) {
   const int count = steps != 0              ? steps
                     : scaler.is_symmetric() ? kDefaultSteps
-                                            : kDefaultStepsOfTwoEnds;
+                                            : kDefaultStepsOfEachEnd;
   // Symmetric ranges may be wider than the whole one.
   const int most = static_cast<int>(count * scaler.widest());
   // Where asymmetric ranges start. An end where the range starts stays there,

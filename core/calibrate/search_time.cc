@@ -12,8 +12,6 @@
 namespace quantd::core {
 namespace {
 
-constexpr int kDefaultSteps = 128;
-constexpr int kDefaultStepsOfEachEnd = 32;
 // Of one scale; elements that are alike share one.
 constexpr double kMostBins = 1024;
 

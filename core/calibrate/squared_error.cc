@@ -15,8 +15,6 @@
 namespace quantd::core {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
 // Numbers (first + j) * scale for j of 0 to last.
 class UniformNumbers {
  public:
@@ -169,7 +167,7 @@ SquaredError SumMass(const Numbers& numbers, int64_t first, int64_t last,
     furthest = std::max(furthest, numbers.LargestStep() / 2);
     const double half_width = std::min(
         {mass.half_width, mass.mean - mass.low, mass.high - mass.mean});
-    sum.high = kInfinity;
+    sum.high = std::numeric_limits<double>::infinity();
     sum.estimate = mass.count *
                    (numbers.Integral(mass.mean + half_width) -
                     numbers.Integral(mass.mean - half_width)) /
@@ -211,8 +209,9 @@ double EstimateAll(const Numbers& numbers, const Distribution& distribution,
   int64_t j = 0;
   for (size_t i = 0; i < masses.size() && !(sum > limit);) {
     j = numbers.IndexFrom(j, masses[i].low);
-    const double upper =
-        j == numbers.last() ? kInfinity : numbers.Boundary(j + 1);
+    const double upper = j == numbers.last()
+                             ? std::numeric_limits<double>::infinity()
+                             : numbers.Boundary(j + 1);
     if (masses[i].high <= upper) {
       const size_t end = distribution.FirstAbove(i, upper);
       sum += distribution.SquaredDistance(i, end, numbers.Value(j));

@@ -17,7 +17,7 @@
 namespace quantd::core {
 namespace {
 
-constexpr int kFloatMantissaBits = 23;
+constexpr int kFloat32MantissaBits = 23;
 constexpr uint32_t kSign = 0x80000000;
 
 // The pattern in the order of the elements.
@@ -120,8 +120,8 @@ void MergeSorted(const From* bins, size_t bin_count, std::vector<To>* to) {
 
 // So many elements fit the narrow counters, however large their low bits.
 uint64_t NarrowCount(int mantissa_bits) {
-  return uint64_t{1} << std::min(31,
-                                 64 - 2 * (kFloatMantissaBits - mantissa_bits));
+  return uint64_t{1} << std::min(
+             31, 64 - 2 * (kFloat32MantissaBits - mantissa_bits));
 }
 
 bool AllFinite(const float* x, int64_t count) {
@@ -134,7 +134,7 @@ bool AllFinite(const float* x, int64_t count) {
 }
 
 // A sum with the rounding errors of its additions kept aside.
-class CompensatedSum {
+class TwoSum {
  public:
   void Add(double x) {
     const double sum = sum_ + x;
@@ -156,11 +156,11 @@ int DefaultMantissaBits(int64_t scale_count) {
 }
 
 uint32_t HistogramKey(float x, int mantissa_bits) {
-  return Ordered(x) >> (kFloatMantissaBits - mantissa_bits);
+  return Ordered(x) >> (kFloat32MantissaBits - mantissa_bits);
 }
 
 BinEdges HistogramBinEdges(uint32_t key, int mantissa_bits) {
-  const int shift = kFloatMantissaBits - mantissa_bits;
+  const int shift = kFloat32MantissaBits - mantissa_bits;
   const uint32_t first = key << shift;
   const uint32_t last = first | ((uint32_t{1} << shift) - 1);
   const auto value = [](uint32_t ordered) {
@@ -172,7 +172,7 @@ BinEdges HistogramBinEdges(uint32_t key, int mantissa_bits) {
   const bool is_negative = !(first & kSign);
   edges.base = is_negative ? edges.high : edges.low;
   const uint32_t exponent =
-      (BitsAs<uint32_t>(edges.high) >> kFloatMantissaBits) & 0xFF;
+      (BitsAs<uint32_t>(edges.high) >> kFloat32MantissaBits) & 0xFF;
   const double unit =
       std::ldexp(1.0, static_cast<int>(std::max<uint32_t>(exponent, 1)) - 150);
   edges.unit = is_negative ? -unit : unit;
@@ -266,7 +266,7 @@ void Histogram::AppendValues(const float* x, int count) {
 
 bool Histogram::AppendBin(uint32_t key, const HistogramBin& bin) {
   if (count_ + bin.count > kMaxValues || bin.count > 2) return false;
-  const int shift = kFloatMantissaBits - mantissa_bits_;
+  const int shift = kFloat32MantissaBits - mantissa_bits_;
   const uint64_t low_end = uint64_t{1} << shift;
   if (bin.low_sum >= 2 * low_end) return false;
   // With a + b = sum and a^2 + b^2 = square_sum, (b - a)^2 is 2 * square_sum -
@@ -341,7 +341,7 @@ void Histogram::MergeBins(const Bin* bins, size_t bin_count, uint64_t count) {
 
 void Histogram::Visit(
     absl::FunctionRef<void(uint32_t, const HistogramBin&)> visit) const {
-  const int shift = kFloatMantissaBits - mantissa_bits_;
+  const int shift = kFloat32MantissaBits - mantissa_bits_;
   uint32_t ordered[kMaxValues];
   for (int i = 0; i < value_count_; ++i) ordered[i] = Ordered(values_[i]);
   std::sort(ordered, ordered + value_count_);
@@ -419,7 +419,7 @@ Moments BinMoments(const BinEdges& edges, const HistogramBin& bin) {
 }
 
 Moments HistogramMoments(const Histogram& histogram) {
-  CompensatedSum sum, square_sum;
+  TwoSum sum, square_sum;
   histogram.ForEachBin([&](uint32_t key, const HistogramBin& bin) {
     const Moments moments =
         BinMoments(HistogramBinEdges(key, histogram.mantissa_bits()), bin);

@@ -12,11 +12,11 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
+#include "server/guard/size_text.h"
 
 namespace quantd::server {
 namespace {
 
-constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr absl::Duration kWindow = absl::Seconds(1);
 constexpr absl::Duration kMinRetry = absl::Milliseconds(50);
 constexpr absl::Duration kMaxRetry = absl::Seconds(5);

@@ -21,6 +21,10 @@
 
 namespace quantd::server {
 
+// What calls that others may make room for tell their client to do.
+constexpr char kWayOutWithFewerCalls[] =
+    "try again when fewer calls are under way";
+
 // Memory is held in two ways:
 //
 // - Leases. What a tensor needs is leased before it is allocated, and may be

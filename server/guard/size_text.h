@@ -10,6 +10,11 @@
 
 namespace quantd::server {
 
+constexpr int64_t kKiB = int64_t{1} << 10;
+constexpr int64_t kMiB = int64_t{1} << 20;
+constexpr int64_t kGiB = int64_t{1} << 30;
+constexpr int64_t kTiB = int64_t{1} << 40;
+
 // With the largest unit that it is a multiple of.
 std::string FormatSize(int64_t bytes);
 

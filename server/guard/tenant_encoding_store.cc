@@ -15,7 +15,7 @@
 namespace quantd::server {
 namespace {
 
-absl::Status NotFound(const EncodingKey& key) {
+absl::Status EncodingNotFound(const EncodingKey& key) {
   return core::EncodingNotFoundError(key.model, key.revision, key.tensor);
 }
 
@@ -29,7 +29,7 @@ absl::StatusOr<StoredEncoding> TenantEncodingStore::Read(
     const EncodingKey& key,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   return principal_->MaySee(key.model) ? inner_->Read(key, proceed)
-                                       : NotFound(key);
+                                       : EncodingNotFound(key);
 }
 
 absl::optional<StoredEncoding> TenantEncodingStore::Cached(
@@ -49,12 +49,12 @@ absl::StatusOr<StoredEncoding> TenantEncodingStore::Put(
 absl::Status TenantEncodingStore::Delete(const EncodingKey& key,
                                          const Precondition& precondition) {
   return principal_->MaySee(key.model) ? inner_->Delete(key, precondition)
-                                       : NotFound(key);
+                                       : EncodingNotFound(key);
 }
 
 absl::StatusOr<std::unique_ptr<EncodingReader>> TenantEncodingStore::OpenReader(
     const EncodingKey& key) {
-  if (!principal_->MaySee(key.model)) return NotFound(key);
+  if (!principal_->MaySee(key.model)) return EncodingNotFound(key);
   return inner_->OpenReader(key);
 }
 

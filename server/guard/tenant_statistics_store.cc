@@ -13,7 +13,7 @@
 namespace quantd::server {
 namespace {
 
-absl::Status NotFound(const EncodingKey& key) {
+absl::Status StatisticsNotFound(const EncodingKey& key) {
   return core::StatisticsNotFoundError(key.model, key.revision, key.tensor);
 }
 
@@ -39,13 +39,13 @@ absl::StatusOr<StoredStatistics> TenantStatisticsStore::ReadStatistics(
     const EncodingKey& key,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   return principal_->MaySee(key.model) ? inner_->ReadStatistics(key, proceed)
-                                       : NotFound(key);
+                                       : StatisticsNotFound(key);
 }
 
 absl::StatusOr<absl::optional<core::GramState>> TenantStatisticsStore::ReadGram(
     const EncodingKey& key,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
-  if (!principal_->MaySee(key.model)) return NotFound(key);
+  if (!principal_->MaySee(key.model)) return StatisticsNotFound(key);
   return inner_->ReadGram(key, proceed);
 }
 
@@ -61,7 +61,7 @@ absl::StatusOr<absl::optional<core::AxisMoments>>
 TenantStatisticsStore::ReadMoments(
     const EncodingKey& key,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
-  if (!principal_->MaySee(key.model)) return NotFound(key);
+  if (!principal_->MaySee(key.model)) return StatisticsNotFound(key);
   return inner_->ReadMoments(key, proceed);
 }
 
@@ -76,14 +76,14 @@ TenantStatisticsStore::ListStatistics(absl::string_view model,
 absl::Status TenantStatisticsStore::DeleteStatistics(const EncodingKey& key,
                                                      absl::string_view source) {
   return principal_->MaySee(key.model) ? inner_->DeleteStatistics(key, source)
-                                       : NotFound(key);
+                                       : StatisticsNotFound(key);
 }
 
 absl::Status TenantStatisticsStore::DeleteStatisticsUpTo(
     const EncodingKey& key, absl::Time update_time) {
   return principal_->MaySee(key.model)
              ? inner_->DeleteStatisticsUpTo(key, update_time)
-             : NotFound(key);
+             : StatisticsNotFound(key);
 }
 
 }  // namespace quantd::server

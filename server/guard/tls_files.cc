@@ -61,8 +61,8 @@ Bio Reader(absl::string_view text) {
 // Instead of asking on the terminal.
 int NoPassphrase(char*, int, int, void*) { return -1; }
 
-absl::Status Invalid(absl::string_view flag, const std::string& path,
-                     absl::string_view expected) {
+absl::Status TlsFileInvalid(absl::string_view flag, const std::string& path,
+                            absl::string_view expected) {
   // Nobody else looks at what OpenSSL has noted.
   ERR_clear_error();
   return core::ConfigInvalidError(absl::StrCat(
@@ -127,28 +127,29 @@ absl::Status LoadCertificate(const TlsOptions& options, absl::Time now,
   const std::vector<Certificate> chain =
       ParseCertificates(material->certificate_pem);
   if (chain.empty()) {
-    return Invalid("tls-certificate", options.certificate,
-                   "a certificate in PEM");
+    return TlsFileInvalid("tls-certificate", options.certificate,
+                          "a certificate in PEM");
   }
   const Bio reader = Reader(material->key_pem);
   const Key key(
       PEM_read_bio_PrivateKey(reader.get(), nullptr, NoPassphrase, nullptr));
   if (key == nullptr) {
-    return Invalid("tls-key", options.key,
-                   "a private key in PEM without a passphrase");
+    return TlsFileInvalid("tls-key", options.key,
+                          "a private key in PEM without a passphrase");
   }
   if (X509_check_private_key(chain[0].get(), key.get()) != 1) {
-    return Invalid("tls-key", options.key,
-                   absl::StrCat("the key of the certificate \"",
-                                options.certificate, "\""));
+    return TlsFileInvalid("tls-key", options.key,
+                          absl::StrCat("the key of the certificate \"",
+                                       options.certificate, "\""));
   }
   material->expires = ToTime(X509_get0_notAfter(chain[0].get()));
   const absl::Time begins = ToTime(X509_get0_notBefore(chain[0].get()));
   if (now < begins || now >= material->expires) {
-    return Invalid("tls-certificate", options.certificate,
-                   absl::StrCat("a certificate that is valid now, not from ",
-                                absl::FormatTime(begins), " to ",
-                                absl::FormatTime(material->expires)));
+    return TlsFileInvalid(
+        "tls-certificate", options.certificate,
+        absl::StrCat("a certificate that is valid now, not from ",
+                     absl::FormatTime(begins), " to ",
+                     absl::FormatTime(material->expires)));
   }
   return absl::OkStatus();
 }
@@ -170,8 +171,8 @@ absl::Status LoadRevoked(const TlsOptions& options, absl::string_view pem,
   }
   // One that is left out would let in again what it revokes.
   if (IsAtEnd() && lists > 0) return absl::OkStatus();
-  return Invalid("tls-client-crl", options.client_crl,
-                 "certificate revocation lists in PEM");
+  return TlsFileInvalid("tls-client-crl", options.client_crl,
+                        "certificate revocation lists in PEM");
 }
 
 // Those that are not revoked: a client need not send what is between its own
@@ -187,8 +188,8 @@ absl::Status LoadAuthorities(const TlsOptions& options, absl::string_view pem,
   }
   material->authorities = std::move(authorities);
   if (!material->client_ca_pem.empty()) return absl::OkStatus();
-  return Invalid("tls-client-ca", options.client_ca,
-                 "certificates of authorities in PEM, not all revoked");
+  return TlsFileInvalid("tls-client-ca", options.client_ca,
+                        "certificates of authorities in PEM, not all revoked");
 }
 
 // What the files hold.
@@ -221,7 +222,7 @@ absl::StatusOr<TlsTexts> ReadTexts(const TlsOptions& options) {
     if (file.path.empty()) continue;
     absl::optional<std::string> text = ReadTextFile(file.path);
     if (!text.has_value()) {
-      return Invalid(file.flag, file.path, "a file that can be read");
+      return TlsFileInvalid(file.flag, file.path, "a file that can be read");
     }
     *file.text = *std::move(text);
   }

@@ -28,7 +28,7 @@ constexpr int kMostBits = 16;
 // What biases have besides.
 constexpr int kWideBits = core::kWideIntegerBits;
 constexpr int kMostAimetBits = 64;
-constexpr int64_t kMaxBlock = int64_t{1} << 53;
+constexpr int64_t kMaxAimetBlock = int64_t{1} << 53;
 
 // Integers as AIMET has them.
 struct AimetIntegers {
@@ -365,7 +365,7 @@ class Aimet100Format final : public EntryFormat {
       pending->open = PendingEncoding::Open::kChannels;
     } else if (type == "PER_BLOCK") {
       pending->open = PendingEncoding::Open::kChannelBlocks;
-      pending->block = reader.Integer("block_size", 1, kMaxBlock);
+      pending->block = reader.Integer("block_size", 1, kMaxAimetBlock);
     } else if (type != "PER_TENSOR") {
       reader.Fail("enc_type", absl::StrCat("expected PER_TENSOR, PER_CHANNEL, "
                                            "PER_BLOCK, LPBQ or VECTOR, got ",
@@ -517,7 +517,7 @@ class Aimet100Format final : public EntryFormat {
     const std::vector<int64_t> offsets =
         reader->Integers("offset", -core::kMaxZeroPoint, core::kMaxZeroPoint);
     pending->open = PendingEncoding::Open::kChannelBlocks;
-    pending->block = reader->Integer("block_size", 1, kMaxBlock);
+    pending->block = reader->Integer("block_size", 1, kMaxAimetBlock);
     if (!reader->status().ok()) return reader->status();
     for (const int64_t offset : offsets) {
       if (offset != -(int64_t{1} << (bits - 1))) {

@@ -19,7 +19,7 @@
 namespace quantd::server {
 namespace {
 
-absl::string_view NameOf(core::NumberFormat format) {
+absl::string_view FormatName(core::NumberFormat format) {
   const core::FormatInfo* const info = core::FindFormat(format);
   return info == nullptr ? "?" : info->name;
 }
@@ -57,8 +57,8 @@ std::vector<std::string> Differences(const core::Encoding& before,
   // How far codes moved: another type of integer for the same reals.
   int64_t shift = 0;
   if (before.format != after.format) {
-    differences.push_back(absl::StrCat("format: ", NameOf(before.format),
-                                       " becomes ", NameOf(after.format)));
+    differences.push_back(absl::StrCat("format: ", FormatName(before.format),
+                                       " becomes ", FormatName(after.format)));
     if (IsInteger(before.format) && IsInteger(after.format)) {
       shift = int64_t{core::FindFormat(after.format)->qmin} -
               core::FindFormat(before.format)->qmin;
@@ -205,7 +205,7 @@ absl::Status CheckIsInteger(const core::Encoding& encoding,
     return absl::OkStatus();
   }
   return core::InterchangeUnsupportedError(
-      absl::StrCat(target, " has nothing for ", NameOf(encoding.format)));
+      absl::StrCat(target, " has nothing for ", FormatName(encoding.format)));
 }
 
 absl::Status CheckZeroPointsAreCodes(const core::Encoding& encoding,

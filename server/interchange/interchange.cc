@@ -31,7 +31,7 @@ namespace {
 
 constexpr char kQuantdFormatName[] = "quantd-encodings";
 constexpr char kOnnxFormatName[] = "onnx-qdq";
-constexpr int kVersion = 1;
+constexpr int kDocumentVersion = 1;
 // What AIMET 0.6.1 and 1.0.0 have, of which a file may lack one.
 constexpr char kActivations[] = "activation_encodings";
 constexpr char kParameters[] = "param_encodings";
@@ -173,7 +173,7 @@ struct ModuleTensor {
 
 constexpr absl::string_view kModuleKinds[] = {"input", "output"};
 
-std::string NameOf(const ModuleTensor& tensor) {
+std::string ModuleTensorName(const ModuleTensor& tensor) {
   std::string name =
       absl::StrCat(tensor.module, tensor.module.empty() ? "" : ".",
                    kModuleKinds[tensor.kind]);
@@ -398,7 +398,7 @@ class Parser {
           status = LeaveOut(
               name, InvalidAt(item_place, "expected a number as the key"));
         } else {
-          const std::string tensor_name = NameOf(tensor);
+          const std::string tensor_name = ModuleTensorName(tensor);
           status = Add(format, entry.is_object() ? Json::array({entry}) : entry,
                        item_place, &tensor_name);
         }
@@ -486,9 +486,9 @@ InterchangeFormat FormatOf(const Json& document) {
 
 absl::Status CheckOurVersion(const Json& document) {
   const std::string version = VersionOf(document);
-  if (version == absl::StrCat(kVersion)) return absl::OkStatus();
-  return core::InterchangeUnsupportedError(
-      absl::StrCat("version ", QuotedText(version), ", expected ", kVersion));
+  if (version == absl::StrCat(kDocumentVersion)) return absl::OkStatus();
+  return core::InterchangeUnsupportedError(absl::StrCat(
+      "version ", QuotedText(version), ", expected ", kDocumentVersion));
 }
 
 absl::Status CheckHasLists(const Json& document) {
@@ -570,7 +570,7 @@ absl::StatusOr<std::unique_ptr<EncodingsWriter>> EncodingsWriter::Create(
     case InterchangeFormat::kJson:
       return std::make_unique<ListWriter>(QuantdEntryFormat(),
                                           Json{{"format", kQuantdFormatName},
-                                               {"version", kVersion},
+                                               {"version", kDocumentVersion},
                                                {"model", options.model},
                                                {"revision", options.revision}});
     case InterchangeFormat::kAimet061:
@@ -592,7 +592,7 @@ absl::StatusOr<std::unique_ptr<EncodingsWriter>> EncodingsWriter::Create(
     case InterchangeFormat::kOnnxQdq:
       return std::make_unique<ListWriter>(
           OnnxQdqEntryFormat(),
-          Json{{"format", kOnnxFormatName}, {"version", kVersion}});
+          Json{{"format", kOnnxFormatName}, {"version", kDocumentVersion}});
     case InterchangeFormat::kCompressedTensors:
       return NewCompressedTensorsWriter();
     case InterchangeFormat::kUnspecified:

@@ -27,7 +27,7 @@ namespace {
 // beside their bytes.
 constexpr int64_t kValueBytes = 2 * sizeof(Json) + 8;
 constexpr int64_t kMemberBytes = 128;
-constexpr int64_t kStringBytes = 64;
+constexpr int64_t kJsonStringBytes = 64;
 // What is counted before it is charged.
 constexpr int64_t kChargedAtOnce = int64_t{1} << 20;
 
@@ -88,7 +88,7 @@ class PiecesIterator {
   const char* piece_end_;
 };
 
-bool Parse(TextPieces text, nlohmann::json_sax<Json>* sax) {
+bool ParsePieces(TextPieces text, nlohmann::json_sax<Json>* sax) {
   const absl::string_view* const end = text.data() + text.size();
   return Json::sax_parse(PiecesIterator(text.data(), end),
                          PiecesIterator(end, end), sax);
@@ -117,7 +117,7 @@ class MemoryCounter final : public nlohmann::json_sax<Json> {
   bool string(string_t& value) override {
     const auto size = static_cast<int64_t>(value.size());
     if (depth_ >= kEntryDepth) kept_bytes_ += 2 * size;
-    return Value(kValueBytes + kStringBytes + 2 * size);
+    return Value(kValueBytes + kJsonStringBytes + 2 * size);
   }
   bool binary(binary_t&) override { return Fail("binary data"); }
 
@@ -196,7 +196,7 @@ class MemoryCounter final : public nlohmann::json_sax<Json> {
     if (depth_ == kMaxJsonDepth) {
       return Fail(absl::StrCat("nested deeper than ", kMaxJsonDepth));
     }
-    if (!Count(kValueBytes + kStringBytes)) return false;
+    if (!Count(kValueBytes + kJsonStringBytes)) return false;
     ++depth_;
     return true;
   }
@@ -370,7 +370,7 @@ absl::Status ChargeJsonMemory(TextPieces text,
     before += piece.size();
   }
   MemoryCounter counter(charge);
-  if (!Parse(text, &counter)) return counter.status();
+  if (!ParsePieces(text, &counter)) return counter.status();
   return counter.Charge();
 }
 
@@ -380,7 +380,7 @@ Json ReadJsonHead(TextPieces text) {
   };
   // No member has this name.
   EntryReader reader(absl::string_view("\0", 1), nothing);
-  return Parse(text, &reader) ? reader.TakeHead() : Json();
+  return ParsePieces(text, &reader) ? reader.TakeHead() : Json();
 }
 
 absl::Status ReadJsonEntries(
@@ -388,7 +388,7 @@ absl::Status ReadJsonEntries(
     absl::FunctionRef<absl::Status(const std::string& name, const Json& entry)>
         take) {
   EntryReader reader(key, take);
-  Parse(text, &reader);
+  ParsePieces(text, &reader);
   return reader.status();
 }
 

@@ -31,7 +31,7 @@
 namespace quantd::server {
 namespace {
 
-constexpr int64_t kMaxBlock = int64_t{1} << 53;
+constexpr int64_t kMaxOnnxBlock = int64_t{1} << 53;
 
 // Types of ONNX tensors that codes may have, as quantd calls them.
 constexpr absl::string_view kOnnxTypes[] = {
@@ -382,7 +382,7 @@ class OnnxFormat final : public EntryFormat {
                                                   core::kMaxRank));
     }
     const int64_t block = reader->Has("block_size")
-                              ? reader->Integer("block_size", 0, kMaxBlock)
+                              ? reader->Integer("block_size", 0, kMaxOnnxBlock)
                               : 0;
     if (rank == 1 && block == 0) {
       // ONNX's default axis.
@@ -550,7 +550,7 @@ class OnnxFormat final : public EntryFormat {
           key, absl::StrCat("lists of ", rank, " dimensions, expected 1 to ",
                             core::kMaxRank));
     }
-    const int64_t block = reader->Integer("block_size", 1, kMaxBlock);
+    const int64_t block = reader->Integer("block_size", 1, kMaxOnnxBlock);
     int64_t axis = reader->Integer("axis", -rank, rank - 1);
     if (!reader->status().ok()) return;
     if (axis < 0) axis += rank;
@@ -656,8 +656,9 @@ class OnnxFormat final : public EntryFormat {
       axis = meta.Integer("axis", -rank, rank - 1);
       if (*axis < 0) *axis += rank;
     }
-    const int64_t block =
-        meta.Has("block_size") ? meta.Integer("block_size", 1, kMaxBlock) : 0;
+    const int64_t block = meta.Has("block_size")
+                              ? meta.Integer("block_size", 1, kMaxOnnxBlock)
+                              : 0;
     if (!meta.status().ok()) return meta.status();
     ReadBlocks(reader, "y_scale", shape, pending);
     if (!reader->status().ok()) return reader->status();

@@ -27,7 +27,7 @@ namespace {
 constexpr char kHttp2Hello[] =
     "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0";
 
-absl::Status Failed(absl::string_view what) {
+absl::Status DialFailure(absl::string_view what) {
   return absl::UnavailableError(absl::StrCat(what, ": ", std::strerror(errno)));
 }
 
@@ -62,27 +62,27 @@ absl::Status Dial(const PeerAddress& address, bool secure,
       socket(address.address.ss_family,
              SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   const int fd = connection.get();
-  if (fd < 0) return Failed("no socket to call it with");
+  if (fd < 0) return DialFailure("no socket to call it with");
   const auto* const to = reinterpret_cast<const sockaddr*>(&address.address);
   if (connect(fd, to, address.size) != 0) {
-    if (errno != EINPROGRESS) return Failed("cannot connect");
-    if (!WaitForEvents(fd, POLLOUT, end)) return Failed("cannot connect");
+    if (errno != EINPROGRESS) return DialFailure("cannot connect");
+    if (!WaitForEvents(fd, POLLOUT, end)) return DialFailure("cannot connect");
     int error = 0;
     socklen_t size = sizeof(error);
     getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
     errno = error;
-    if (error != 0) return Failed("cannot connect");
+    if (error != 0) return DialFailure("cannot connect");
   }
   const std::string hello =
       secure ? TlsHello() : std::string(kHttp2Hello, sizeof(kHttp2Hello) - 1);
   if (send(fd, hello.data(), hello.size(), MSG_NOSIGNAL) !=
       static_cast<ssize_t>(hello.size())) {
-    return Failed("cannot send");
+    return DialFailure("cannot send");
   }
-  if (!WaitForEvents(fd, POLLIN, end)) return Failed("no answer");
+  if (!WaitForEvents(fd, POLLIN, end)) return DialFailure("no answer");
   std::array<char, 16> answer;
   const ssize_t size = recv(fd, answer.data(), answer.size(), 0);
-  if (size < 0) return Failed("no answer");
+  if (size < 0) return DialFailure("no answer");
   if (size == 0) return absl::UnavailableError("it hangs up");
   return absl::OkStatus();
 }

@@ -108,25 +108,27 @@ struct CalibrateTask {
   }
 };
 
-absl::Status Invalid(absl::string_view what, absl::string_view field) {
+absl::Status ContributionInvalid(absl::string_view what,
+                                 absl::string_view field) {
   return core::WithField(core::ContributionInvalidError(what), field);
 }
 
 // Errors are at the fields of a FeatureStatistics.
-absl::StatusOr<absl::optional<MomentsTask>> CheckMoments(
+absl::StatusOr<absl::optional<MomentsTask>> ParseMomentsTask(
     const v1::FeatureStatistics& proto, absl::Span<const int64_t> shape) {
   if (!proto.moments()) return absl::optional<MomentsTask>();
   const int64_t axis = proto.has_axis() ? proto.axis() : -1;
   absl::StatusOr<core::FeatureAxis> features =
       core::FeatureAxis::Create(shape, axis);
   if (!features.ok()) {
-    return Invalid(core::ErrorText(features.status()), "axis");
+    return ContributionInvalid(core::ErrorText(features.status()), "axis");
   }
   constexpr int64_t kMaxFeatures = int64_t{1} << 16;
   if (features->count == 0 || features->count > kMaxFeatures) {
-    return Invalid(absl::StrCat("moments of ", features->count,
-                                " features, expected 1 to ", kMaxFeatures),
-                   "moments");
+    return ContributionInvalid(
+        absl::StrCat("moments of ", features->count,
+                     " features, expected 1 to ", kMaxFeatures),
+        "moments");
   }
   // There is no element to add.
   if (absl::c_linear_search(shape, 0)) return absl::optional<MomentsTask>();
@@ -140,20 +142,22 @@ absl::StatusOr<absl::optional<GramTask>> CheckGram(
     const v1::FeatureStatistics& proto, absl::Span<const int64_t> shape) {
   if (!proto.gram()) {
     if (proto.step_exponent_size() > 0 || proto.max_part() != 0) {
-      return Invalid("step_exponent or max_part without gram", "gram");
+      return ContributionInvalid("step_exponent or max_part without gram",
+                                 "gram");
     }
     return absl::optional<GramTask>();
   }
   const auto last = static_cast<int64_t>(shape.size()) - 1;
   if (proto.has_axis() && proto.axis() != -1 && proto.axis() != last) {
-    return Invalid(absl::StrCat("a Gram matrix along axis ", proto.axis(),
-                                ", expected the last one"),
-                   "axis");
+    return ContributionInvalid(
+        absl::StrCat("a Gram matrix along axis ", proto.axis(),
+                     ", expected the last one"),
+        "axis");
   }
   GramTask task;
   task.feature_count = shape.empty() ? 0 : shape.back();
   if (task.feature_count == 0) {
-    return Invalid(
+    return ContributionInvalid(
         "a Gram matrix of a tensor without features, expected a "
         "last dimension of at least 1",
         "gram");
@@ -161,15 +165,16 @@ absl::StatusOr<absl::optional<GramTask>> CheckGram(
   // Exponents are held before memory is charged. No layer has as many inputs.
   constexpr int64_t kMaxFeatures = int64_t{1} << 18;
   if (task.feature_count > kMaxFeatures) {
-    return Invalid(absl::StrCat("a Gram matrix of ", task.feature_count,
-                                " features, expected at most ", kMaxFeatures),
-                   "gram");
+    return ContributionInvalid(
+        absl::StrCat("a Gram matrix of ", task.feature_count,
+                     " features, expected at most ", kMaxFeatures),
+        "gram");
   }
   // There is no row to add.
   if (absl::c_linear_search(shape, 0)) return absl::optional<GramTask>();
   if (proto.step_exponent_size() != 0 &&
       proto.step_exponent_size() != task.feature_count) {
-    return Invalid(
+    return ContributionInvalid(
         absl::StrCat(proto.step_exponent_size(), " exponents, expected ",
                      task.feature_count, ", one for each feature, or none"),
         "step_exponent");
@@ -177,17 +182,18 @@ absl::StatusOr<absl::optional<GramTask>> CheckGram(
   for (const int exponent : proto.step_exponent()) {
     if (exponent < core::GramState::kMinExponent ||
         exponent > core::GramState::kMaxExponent) {
-      return Invalid(absl::StrCat("the exponent ", exponent, ", expected ",
-                                  core::GramState::kMinExponent, " to ",
-                                  core::GramState::kMaxExponent),
-                     "step_exponent");
+      return ContributionInvalid(
+          absl::StrCat("the exponent ", exponent, ", expected ",
+                       core::GramState::kMinExponent, " to ",
+                       core::GramState::kMaxExponent),
+          "step_exponent");
     }
   }
   const int64_t max_part = proto.max_part() == 0 ? core::GramState::kMaxPart
                                                  : int64_t{proto.max_part()};
   if (max_part % core::GramState::kPartUnit != 0 ||
       max_part > core::GramState::kMaxPart) {
-    return Invalid(
+    return ContributionInvalid(
         absl::StrCat("max_part is ", max_part, ", expected a multiple of ",
                      core::GramState::kPartUnit, ", at most ",
                      core::GramState::kMaxPart),
@@ -203,12 +209,12 @@ absl::StatusOr<absl::optional<GramTask>> CheckGram(
 absl::StatusOr<FeatureTask> CheckFeatures(const v1::FeatureStatistics& proto,
                                           absl::Span<const int64_t> shape) {
   if (proto.has_axis() && !proto.gram() && !proto.moments()) {
-    return Invalid("an axis without gram or moments", "axis");
+    return ContributionInvalid("an axis without gram or moments", "axis");
   }
   absl::StatusOr<absl::optional<GramTask>> gram = CheckGram(proto, shape);
   if (!gram.ok()) return gram.status();
   absl::StatusOr<absl::optional<MomentsTask>> moments =
-      CheckMoments(proto, shape);
+      ParseMomentsTask(proto, shape);
   if (!moments.ok()) return moments.status();
   return FeatureTask{*std::move(gram), *std::move(moments)};
 }
@@ -218,18 +224,18 @@ absl::StatusOr<CheckedContribution> CheckContribution(
     const v1::Contribution& proto, absl::Span<const int64_t> shape) {
   CheckedContribution checked;
   if (absl::Status s = CheckPathName("source", proto.source()); !s.ok()) {
-    return Invalid(core::ErrorText(s), "source");
+    return ContributionInvalid(core::ErrorText(s), "source");
   }
   constexpr uint64_t kMaxSequence = std::numeric_limits<int64_t>::max();
   if (proto.sequence() == 0 || proto.sequence() > kMaxSequence) {
-    return Invalid(absl::StrCat("sequence is ", proto.sequence(),
-                                ", expected 1 to ", kMaxSequence),
-                   "sequence");
+    return ContributionInvalid(absl::StrCat("sequence is ", proto.sequence(),
+                                            ", expected 1 to ", kMaxSequence),
+                               "sequence");
   }
   const uint32_t mantissa_bits = proto.mantissa_bits();
   if (mantissa_bits != 0 && (mantissa_bits < core::kMinMantissaBits ||
                              mantissa_bits > core::kMaxMantissaBits)) {
-    return Invalid(
+    return ContributionInvalid(
         absl::StrCat("mantissa_bits is ", mantissa_bits, ", expected 0 or ",
                      core::kMinMantissaBits, " to ", core::kMaxMantissaBits),
         "mantissa_bits");
@@ -237,30 +243,32 @@ absl::StatusOr<CheckedContribution> CheckContribution(
   if (proto.has_averaging_constant()) {
     const double constant = proto.averaging_constant();
     if (!(constant > 0 && constant <= 1)) {
-      return Invalid(absl::StrCat("averaging_constant is ", constant,
-                                  ", expected above 0 and at most 1"),
-                     "averaging_constant");
+      return ContributionInvalid(
+          absl::StrCat("averaging_constant is ", constant,
+                       ", expected above 0 and at most 1"),
+          "averaging_constant");
     }
     checked.averaging_constant = constant;
   }
   // As much as protobuf parses.
   constexpr uint64_t kMaxStateBytes = std::numeric_limits<int32_t>::max();
   if (proto.state_bytes() > kMaxStateBytes) {
-    return Invalid(absl::StrCat("state_bytes is ", proto.state_bytes(),
-                                ", expected at most ", kMaxStateBytes),
-                   "state_bytes");
+    return ContributionInvalid(
+        absl::StrCat("state_bytes is ", proto.state_bytes(),
+                     ", expected at most ", kMaxStateBytes),
+        "state_bytes");
   }
   checked.state_bytes = static_cast<int64_t>(proto.state_bytes());
   absl::StatusOr<FeatureTask> features = CheckFeatures(proto.features(), shape);
   if (!features.ok()) return core::WithField(features.status(), "features");
   if (checked.state_bytes > 0 && features->gram.has_value() &&
       features->gram->exponents.empty()) {
-    return Invalid("no step_exponent, expected those of the state",
-                   "features.step_exponent");
+    return ContributionInvalid("no step_exponent, expected those of the state",
+                               "features.step_exponent");
   }
   if (checked.state_bytes > 0 && features->moments.has_value()) {
-    return Invalid("moments with state_bytes, expected the elements",
-                   "features.moments");
+    return ContributionInvalid(
+        "moments with state_bytes, expected the elements", "features.moments");
   }
   checked.features = *std::move(features);
   checked.key.source = proto.source();
@@ -571,7 +579,7 @@ class CalibrateJob final : public TensorJob {
                          exponents.size(), " as in other contributions"));
       }
     } else if (exponents.empty()) {
-      return Invalid(
+      return ContributionInvalid(
           "no step_exponent, expected one for each feature: no "
           "contribution has set them yet",
           "step_exponent");

@@ -38,10 +38,10 @@
 namespace quantd::server {
 namespace {
 
-constexpr char kWayOut[] =
+constexpr char kWayOutOfRounding[] =
     "send fewer tensors at once, or give the server more memory";
 // Rows of a task of float32 elements; see core::QuantizeCompensated.
-constexpr int64_t kTaskRows = 48;
+constexpr int64_t kRoundingTaskRows = 48;
 
 // Widths of the parts of a Gram matrix.
 std::vector<int64_t> PartWidths(int64_t columns, int64_t part_size) {
@@ -125,7 +125,7 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
   // sent in vain.
   absl::Status Reserve(int64_t bytes) override {
     absl::Status status =
-        env().budget->Grow(&work_lease_, work_bytes_, kWayOut);
+        env().budget->Grow(&work_lease_, work_bytes_, kWayOutOfRounding);
     if (!status.ok()) return status;
     if (accumulator_ != nullptr) {
       if (absl::Status s = accumulator_->Reserve(); !s.ok()) return s;
@@ -144,9 +144,9 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
   absl::Status Read() override {
     absl::StatusOr<absl::optional<core::GramState>> gram =
         rounding_.statistics->ReadGram(rounding_.inputs, [this](int64_t bytes) {
-          return stop().stopped()
-                     ? core::StoppedError()
-                     : env().budget->Grow(&work_lease_, bytes, kWayOut);
+          return stop().stopped() ? core::StoppedError()
+                                  : env().budget->Grow(&work_lease_, bytes,
+                                                       kWayOutOfRounding);
         });
     absl::Status status = gram.status();
     if (status.ok() && !gram->has_value()) status = NoGramError();
@@ -157,7 +157,7 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
     // Another may have come in place of the one that Resolve found.
     if (status.ok()) {
       status = env().budget->Grow(&work_lease_, WorkBytes(gram_->part_size()),
-                                  kWayOut);
+                                  kWayOutOfRounding);
     }
     return core::WithField(status, "header.rounding.inputs");
   }
@@ -249,8 +249,8 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
     const int64_t granule_rows =
         geometry_.codes_per_granule /
         std::gcd(columns_, geometry_.codes_per_granule);
-    const int64_t rows =
-        (threads * kTaskRows + granule_rows - 1) / granule_rows * granule_rows;
+    const int64_t rows = (threads * kRoundingTaskRows + granule_rows - 1) /
+                         granule_rows * granule_rows;
     return std::min(rows, rows_);
   }
 

@@ -14,6 +14,8 @@
 #include "core/parallel/steady_clock.h"
 #include "grpcpp/support/proto_buffer_reader.h"
 #include "grpcpp/support/proto_buffer_writer.h"
+#include "server/guard/memory_budget.h"
+#include "server/guard/size_text.h"
 #include "server/wire/parsed_bytes.h"
 #include "server/wire/rpcs.h"
 #include "server/wire/status.h"
@@ -21,10 +23,8 @@
 namespace quantd::server {
 namespace {
 
-constexpr int64_t kMiB = int64_t{1} << 20;
 // Requests up to this size are parsed on gRPC's threads.
 constexpr int64_t kLightRequestBytes = int64_t{8} << 10;
-constexpr char kWayOut[] = "try again when fewer calls are under way";
 
 // The most memory that a request may take, once it is parsed.
 int64_t MostRequestBytes(Rpc rpc, const Limits& limits) {
@@ -95,7 +95,8 @@ void EncodingCall::OnReadDone(bool ok) {
     return RunStep([this, ok] { TakeRequest(ok); });
   }
   if (bytes > kUnchargedBytes) {
-    absl::Status status = env_.budget->Grow(&arrival_lease_, bytes, kWayOut);
+    absl::Status status =
+        env_.budget->Grow(&arrival_lease_, bytes, kWayOutWithFewerCalls);
     if (!status.ok()) return End(std::move(status));
   }
   Schedule(StepKind::kQuantum, [this, ok] { TakeRequest(ok); });
@@ -120,7 +121,8 @@ absl::Status EncodingCall::ParseRequest() {
                   MostRequestBytes(rpc_, env_.limits));
   if (!bytes.ok()) return bytes.status();
   if (*bytes > kUnchargedBytes) {
-    absl::Status status = env_.budget->Grow(&request_lease_, *bytes, kWayOut);
+    absl::Status status =
+        env_.budget->Grow(&request_lease_, *bytes, kWayOutWithFewerCalls);
     if (!status.ok()) return status;
   }
   grpc::ProtoBufferReader reader(&request_bytes_);
@@ -135,7 +137,8 @@ absl::Status EncodingCall::Serialize(
     const google::protobuf::Message& response) {
   const auto bytes = static_cast<int64_t>(response.ByteSizeLong());
   if (bytes > kUnchargedBytes) {
-    absl::Status status = env_.budget->Grow(&response_lease_, bytes, kWayOut);
+    absl::Status status =
+        env_.budget->Grow(&response_lease_, bytes, kWayOutWithFewerCalls);
     if (!status.ok()) return status;
   }
   grpc::ProtoBufferWriter writer(&response_bytes_, kMiB,

@@ -32,9 +32,8 @@ constexpr size_t kPieceBytes = size_t{1} << 20;
 // Losses of one message; with names and texts some 100 KiB.
 constexpr size_t kMostLosses = 256;
 // What a scale takes as it is read and as text, beside the writer's share.
-constexpr int64_t kMemoryPerScale = 50;
+constexpr int64_t kMemoryPerExportedScale = 50;
 constexpr int64_t kMemoryPerEncoding = 4096;
-constexpr char kWayOut[] = "try again when fewer calls are under way";
 
 const std::string& EncodingName(const EncodingListEntry& entry) {
   return entry.tensor;
@@ -150,7 +149,7 @@ class ExportEncodingsCall final
     if (!page_.empty()) last_tensor_ = page_.back().tensor;
     page_lease_.Release();
     return env().budget->Grow(&page_lease_, PageBytes(page_, EncodingName),
-                              kWayOut);
+                              kWayOutWithFewerCalls);
   }
 
   // The next encoding, or the end of the pass.
@@ -162,7 +161,8 @@ class ExportEncodingsCall final
     }
     const absl::StatusOr<StoredEncoding> stored = caller().encodings->Read(
         {request().model(), revision_, entry.tensor}, [&](int64_t bytes) {
-          return env().budget->Grow(&lease_, KeptBytes() + bytes, kWayOut);
+          return env().budget->Grow(&lease_, KeptBytes() + bytes,
+                                    kWayOutWithFewerCalls);
         });
     // It was deleted in between.
     if (core::ErrorReason(stored.status()) == "ENCODING_NOT_FOUND") {
@@ -178,7 +178,8 @@ class ExportEncodingsCall final
 
   int64_t MemoryOf(int64_t scale_count) const {
     return kMemoryPerEncoding +
-           (kMemoryPerScale + writer_->memory_per_scale()) * scale_count;
+           (kMemoryPerExportedScale + writer_->memory_per_scale()) *
+               scale_count;
   }
 
   // What stays between two messages.
@@ -189,15 +190,16 @@ class ExportEncodingsCall final
   // For an encoding of so many scales.
   absl::Status Charge(int64_t scale_count) {
     return env().budget->Grow(&lease_, KeptBytes() + MemoryOf(scale_count),
-                              kWayOut);
+                              kWayOutWithFewerCalls);
   }
 
   absl::Status EndPass() {
     if (pass_ + 1 == writer_->pass_count()) {
       is_finished_ = true;
       // The end is as long as what the writer kept for it.
-      absl::Status status = env().budget->Grow(
-          &lease_, KeptBytes() + writer_->memory_bytes(), kWayOut);
+      absl::Status status =
+          env().budget->Grow(&lease_, KeptBytes() + writer_->memory_bytes(),
+                             kWayOutWithFewerCalls);
       return status.ok() ? writer_->Finish(stop(), &text_) : status;
     }
     writer_->Begin(++pass_, &text_);

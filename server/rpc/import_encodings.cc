@@ -44,8 +44,8 @@ constexpr int64_t kMemoryPerPiece = 128;
 constexpr int64_t kMemoryPerHintByte = 4;
 constexpr int64_t kMemoryPerHint = 512;
 // When to come again where files of others take their share of the memory.
-constexpr absl::Duration kRetryAfter = absl::Seconds(1);
-constexpr char kWayOut[] =
+constexpr absl::Duration kImportRetryAfter = absl::Seconds(1);
+constexpr char kWayOutOfImport[] =
     "send the file in parts of fewer tensors, or try again when fewer calls "
     "are under way";
 
@@ -227,7 +227,7 @@ class ImportEncodingsCall final : public EncodingCall {
     const int64_t held_bytes = piece_bytes_ + hint_bytes_;
     absl::Status status = NoRoom();
     if (env().imports->GrowText(this, &queued_bytes_, held_bytes)) {
-      status = env().budget->Grow(&text_lease_, held_bytes, kWayOut);
+      status = env().budget->Grow(&text_lease_, held_bytes, kWayOutOfImport);
     }
     if (!status.ok()) return WaitOrEnd(std::move(status));
     for (const v1::TensorHint& hint : request_.hints()) {
@@ -239,8 +239,8 @@ class ImportEncodingsCall final : public EncodingCall {
   }
 
   absl::Status NoRoom() const {
-    return core::MemoryBudgetError(env().budget->total_bytes(), kWayOut,
-                                   kRetryAfter);
+    return core::MemoryBudgetError(env().budget->total_bytes(), kWayOutOfImport,
+                                   kImportRetryAfter);
   }
 
   // What is wrong, or never fits, has no time to come again at.
@@ -324,10 +324,10 @@ class ImportEncodingsCall final : public EncodingCall {
     const int64_t total_bytes = env().budget->total_bytes();
     // Beside the file it never fits, whoever gives back what.
     if (text_lease_.bytes() + parse_bytes_ > total_bytes) {
-      return core::MemoryBudgetError(total_bytes, kWayOut,
+      return core::MemoryBudgetError(total_bytes, kWayOutOfImport,
                                      absl::ZeroDuration());
     }
-    return env().budget->Grow(&tree_lease_, parse_bytes_, kWayOut);
+    return env().budget->Grow(&tree_lease_, parse_bytes_, kWayOutOfImport);
   }
 
   absl::Status Import() {

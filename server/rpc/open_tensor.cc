@@ -25,7 +25,7 @@ absl::Duration TimeOf(bool is_long) {
   return is_long ? core::ThreadClock::OfThisThread().Now() : core::SteadyNow();
 }
 
-int64_t SizeBytes(absl::Span<const std::string> parts) {
+int64_t PartsSizeBytes(absl::Span<const std::string> parts) {
   int64_t bytes = 0;
   for (const std::string& part : parts) {
     bytes += static_cast<int64_t>(part.size());
@@ -88,7 +88,7 @@ absl::Status OpenTensor::Resolve(const RequestEnvelope& message,
 
 absl::Status OpenTensor::Push(const RequestEnvelope& message) {
   if (!message.scales.empty()) {
-    const int64_t bytes = SizeBytes(message.scales);
+    const int64_t bytes = PartsSizeBytes(message.scales);
     if (bytes > env_.limits.chunk_bytes) {
       return core::WithField(
           core::ChunkTooLargeError(env_.limits.chunk_bytes, bytes), "scales");
@@ -214,7 +214,7 @@ absl::StatusOr<bool> OpenTensor::PushScales() {
   if (*pushed) {
     scales_ = {};
   } else {
-    env_.budget->Count(&scales_lease_, SizeBytes(scales_));
+    env_.budget->Count(&scales_lease_, PartsSizeBytes(scales_));
   }
   return pushed;
 }

@@ -36,10 +36,10 @@
 namespace quantd::server {
 namespace {
 
-constexpr char kWayOut[] =
+constexpr char kWayOutOfMeter[] =
     "send fewer tensors at once, or give the server more memory";
 // Rows of a task; see core::AddOutputPower. Whole bytes of any format.
-constexpr int64_t kTaskRows = 48;
+constexpr int64_t kMeterTaskRows = 48;
 
 }  // namespace
 
@@ -81,7 +81,7 @@ absl::Duration OutputMeter::Time(int64_t candidates) const {
 int64_t OutputMeter::threads() const { return env_.pool->thread_count(); }
 
 int64_t OutputMeter::band_rows() const {
-  return std::min(threads() * kTaskRows, rows_);
+  return std::min(threads() * kMeterTaskRows, rows_);
 }
 
 int64_t OutputMeter::WorkBytes(int64_t part_size) const {
@@ -112,14 +112,15 @@ absl::Status OutputMeter::Find() {
 }
 
 absl::Status OutputMeter::Reserve() {
-  return env_.budget->Grow(&lease_, WorkBytes(part_size_), kWayOut);
+  return env_.budget->Grow(&lease_, WorkBytes(part_size_), kWayOutOfMeter);
 }
 
 absl::Status OutputMeter::Read(core::StopToken stop) {
   absl::StatusOr<absl::optional<core::GramState>> gram =
       statistics_->ReadGram(inputs_, [&](int64_t bytes) {
-        return stop.stopped() ? core::StoppedError()
-                              : env_.budget->Grow(&lease_, bytes, kWayOut);
+        return stop.stopped()
+                   ? core::StoppedError()
+                   : env_.budget->Grow(&lease_, bytes, kWayOutOfMeter);
       });
   if (!gram.ok()) return gram.status();
   if (!gram->has_value()) return NoGramError();

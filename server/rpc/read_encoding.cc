@@ -21,11 +21,10 @@
 namespace quantd::server {
 namespace {
 
-constexpr char kWayOut[] = "try again when fewer calls are under way";
 // A piece as it is read, and in its message.
 constexpr int64_t kMostPieceMemory = int64_t{2} << 20;
 // What a scale takes there, with a zero point.
-constexpr int64_t kMemoryPerScale = 16;
+constexpr int64_t kMemoryPerReadScale = 16;
 
 class ReadEncodingCall final : public EncodingCall {
  public:
@@ -52,10 +51,11 @@ class ReadEncodingCall final : public EncodingCall {
         caller().encodings->OpenReader(*key);
     if (!reader.ok()) return End(reader.status());
     reader_ = *std::move(reader);
-    const int64_t bytes =
-        std::min(kMostPieceMemory, kMemoryPerScale * reader_->scale_count());
+    const int64_t bytes = std::min(
+        kMostPieceMemory, kMemoryPerReadScale * reader_->scale_count());
     if (bytes > kUnchargedBytes) {
-      absl::Status status = env().budget->Grow(&lease_, bytes, kWayOut);
+      absl::Status status =
+          env().budget->Grow(&lease_, bytes, kWayOutWithFewerCalls);
       if (!status.ok()) return End(std::move(status));
     }
     v1::StoredEncoding* const stored = response_.mutable_stored_encoding();

@@ -26,7 +26,7 @@ namespace quantd::server {
 namespace {
 
 constexpr int64_t kMaxWeights = int64_t{1} << 16;
-constexpr char kWayOut[] = "send fewer tensors at once";
+constexpr char kWayOutOfImportance[] = "send fewer tensors at once";
 
 // The tensor that an importance names, or by default the inputs of the layer
 // that has the weight.
@@ -103,7 +103,8 @@ absl::StatusOr<std::shared_ptr<SpecImportance>> SpecImportance::Create(
   constexpr int64_t kCopies = 2;
   MemoryBudget::Lease lease;
   status = env.budget->Grow(
-      &lease, kCopies * count * static_cast<int64_t>(sizeof(double)), kWayOut);
+      &lease, kCopies * count * static_cast<int64_t>(sizeof(double)),
+      kWayOutOfImportance);
   if (!status.ok()) return status;
   absl::StatusOr<core::Importance> importance =
       is_inline
@@ -145,7 +146,7 @@ absl::StatusOr<std::vector<double>> SpecImportance::ReadWeights(
   MemoryBudget::Lease lease;
   const auto charge = [&](int64_t bytes) -> absl::Status {
     if (stop.stopped()) return core::StoppedError();
-    return env.budget->Grow(&lease, bytes, kWayOut);
+    return env.budget->Grow(&lease, bytes, kWayOutOfImportance);
   };
   const absl::StatusOr<absl::optional<core::AxisMoments>> moments =
       statistics_->ReadMoments(*inputs_, charge);

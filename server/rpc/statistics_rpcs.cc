@@ -14,11 +14,7 @@
 #include "server/wire/names.h"
 
 namespace quantd::server {
-namespace {
-
-constexpr char kWayOut[] = "try again when fewer calls are under way";
-
-}  // namespace
+namespace {}  // namespace
 
 absl::Status RevisionStatistics::Open(const std::string& model,
                                       const std::string& revision) {
@@ -51,7 +47,7 @@ absl::Status RevisionStatistics::List(
                   [](const StatisticsListEntry& entry) -> const std::string& {
                     return entry.tensor;
                   }),
-        kWayOut);
+        kWayOutWithFewerCalls);
     if (!status.ok()) return status;
     int64_t bytes = entries_lease_.bytes();
     for (StatisticsListEntry& entry : *page) {
@@ -61,7 +57,7 @@ absl::Status RevisionStatistics::List(
       bytes += static_cast<int64_t>(sizeof(entry) + entry.tensor.size());
       entries_.push_back(std::move(entry));
     }
-    status = env_.budget->Grow(&entries_lease_, bytes, kWayOut);
+    status = env_.budget->Grow(&entries_lease_, bytes, kWayOutWithFewerCalls);
     if (!status.ok()) return status;
   }
   return absl::OkStatus();
@@ -79,12 +75,12 @@ absl::Status RevisionStatistics::Load(StatisticsStore* store,
   absl::StatusOr<StoredStatistics> got = store->ReadStatistics(
       KeyOf(tensor), [&](int64_t memory_bytes) -> absl::Status {
         if (stopped()) return absl::CancelledError();
-        return env_.budget->Grow(&lease_, memory_bytes, kWayOut);
+        return env_.budget->Grow(&lease_, memory_bytes, kWayOutWithFewerCalls);
       });
   if (!got.ok()) return got.status();
   // Themselves, and at the granularity of a spec.
   absl::Status status = env_.budget->Grow(
-      &lease_, 2 * got->state.statistics.memory_bytes(), kWayOut);
+      &lease_, 2 * got->state.statistics.memory_bytes(), kWayOutWithFewerCalls);
   if (!status.ok()) return status;
   *stored = *std::move(got);
   return absl::OkStatus();

@@ -55,7 +55,8 @@ bool RanksBefore(const SpecResult& a, const SpecResult& b) {
   return a.spec_index < b.spec_index;
 }
 
-int64_t SizeBytes(const core::Encoding& encoding, int64_t element_count) {
+int64_t QuantizedSizeBytes(const core::Encoding& encoding,
+                           int64_t element_count) {
   return core::FindFormat(encoding.format)->SizeBytes(element_count) +
          core::ScalesSizeBytes(encoding);
 }
@@ -227,7 +228,7 @@ class SweepCall final
       if (calibrated.ok()) {
         result.prediction = calibrated->prediction.value_or(core::Prediction());
         result.size_bytes =
-            SizeBytes(*calibrated->resolved.encoding, *element_count);
+            QuantizedSizeBytes(*calibrated->resolved.encoding, *element_count);
       } else {
         result.status =
             core::WithField(calibrated.status(),

@@ -23,7 +23,8 @@
 namespace quantd::server {
 namespace {
 
-constexpr char kWayOut[] = "tie fewer tensors, or use fewer specs at once";
+constexpr char kWayOutOfTies[] =
+    "tie fewer tensors, or use fewer specs at once";
 
 // An error of a tensor that others share: at its name, not at a field of the
 // spec.
@@ -57,7 +58,7 @@ absl::Status TiedStatistics::Open(
       &lease_,
       count * kMemberBytes +
           int64_t{ties.size()} * static_cast<int64_t>(sizeof(Group)),
-      kWayOut);
+      kWayOutOfTies);
   if (!charged.ok()) return charged;
   members_.reserve(count);
   groups_.reserve(ties.size());
@@ -149,7 +150,7 @@ absl::Status TiedStatistics::TakeIn(absl::string_view tensor,
     group->status = env_.budget->Grow(
         &group->lease,
         static_cast<int64_t>(specs.size() * (sizeof(Shared) + sizeof(Merged))),
-        kWayOut);
+        kWayOutOfTies);
     if (group->status.ok()) {
       group->shared.resize(specs.size());
       group->merged.reserve(specs.size());
@@ -243,7 +244,8 @@ absl::Status TiedStatistics::Merge(const StoredCalibrator::Resolved& resolved,
   }
   // A copy, and what the others grow by.
   merged.status = env_.budget->Grow(
-      &group->lease, bytes + 2 * resolved.statistics->memory_bytes(), kWayOut);
+      &group->lease, bytes + 2 * resolved.statistics->memory_bytes(),
+      kWayOutOfTies);
   if (merged.status.ok()) {
     core::StatisticsState part{std::move(block_size), stored.state.shape,
                                with_histograms

@@ -22,7 +22,6 @@
 namespace quantd::server {
 namespace {
 
-constexpr char kWayOut[] = "try again when fewer calls are under way";
 // What the writer keeps until a piece is full, and that piece.
 constexpr int64_t kWriterMemory = int64_t{4} << 20;
 // A chunk as floats while it is checked, and on its way to the writer.
@@ -63,7 +62,7 @@ class WriteEncodingCall final : public EncodingCall {
     proto->clear_degenerate_count();
     absl::StatusOr<ScaleChecker> checker = ScaleChecker::Create(*proto);
     if (!checker.ok()) return core::WithField(checker.status(), "encoding");
-    status = env().budget->Grow(&lease_, kWriterMemory, kWayOut);
+    status = env().budget->Grow(&lease_, kWriterMemory, kWayOutWithFewerCalls);
     if (!status.ok()) return status;
     absl::StatusOr<std::unique_ptr<EncodingWriter>> writer =
         caller().encodings->OpenWriter(
@@ -95,7 +94,7 @@ class WriteEncodingCall final : public EncodingCall {
         env().budget->Grow(&lease_,
                            kWriterMemory + checker_->memory_bytes() +
                                kMemoryPerChunkByte * most_chunk_bytes_,
-                           kWayOut);
+                           kWayOutWithFewerCalls);
     if (!status.ok()) return status;
     status = checker_->Check(chunk);
     if (!status.ok()) return core::WithField(std::move(status), "scales");

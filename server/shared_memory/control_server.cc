@@ -25,7 +25,7 @@ namespace quantd::server {
 namespace {
 
 // Far more than a request needs.
-constexpr size_t kMaxRequestBytes = 4096;
+constexpr size_t kMaxControlRequestBytes = 4096;
 
 // Without waiting; `file` is sent along unless it is -1. False when it can't be
 // sent.
@@ -142,7 +142,7 @@ void ControlServer::Accept(FileDescriptor socket) {
 }
 
 bool ControlServer::Serve(Connection& connection, int events) {
-  std::array<char, kMaxRequestBytes> buffer;
+  std::array<char, kMaxControlRequestBytes> buffer;
   const ssize_t size = recv(connection.socket.get(), buffer.data(),
                             buffer.size(), MSG_DONTWAIT | MSG_TRUNC);
   if (size < 0) return errno == EAGAIN || errno == EINTR;

@@ -17,11 +17,11 @@ namespace quantd::server {
 namespace {
 
 // One that an attempt before has left may be there.
-constexpr char kWrite[] =
+constexpr char kWriteEncodingPiece[] =
     "INSERT INTO encoding_pieces (content_id, piece, checksum, bytes) "
     "VALUES ($1, $2, $3, $4) ON CONFLICT (content_id, piece) DO UPDATE SET "
     "checksum = excluded.checksum, bytes = excluded.bytes";
-constexpr char kRead[] =
+constexpr char kReadEncodingPiece[] =
     "SELECT checksum, bytes FROM encoding_pieces "
     "WHERE content_id = $1 AND piece = $2";
 constexpr char kLoseContent[] =
@@ -47,7 +47,8 @@ PieceLayout PieceLayoutOf(const core::Encoding& outline, bool has_zero_points) {
 
 absl::Status WritePiece(SqlConnection& connection, int64_t content_id,
                         int64_t piece, absl::string_view bytes) {
-  const std::unique_ptr<SqlStatement> row = connection.Prepare(kWrite);
+  const std::unique_ptr<SqlStatement> row =
+      connection.Prepare(kWriteEncodingPiece);
   row->BindInt(1, content_id);
   row->BindInt(2, piece);
   row->BindInt(3,
@@ -59,7 +60,8 @@ absl::Status WritePiece(SqlConnection& connection, int64_t content_id,
 absl::StatusOr<bool> ReadPiece(
     SqlConnection& connection, int64_t content_id, int64_t piece,
     absl::FunctionRef<absl::Status(absl::string_view bytes)> take) {
-  const std::unique_ptr<SqlStatement> row = connection.Prepare(kRead);
+  const std::unique_ptr<SqlStatement> row =
+      connection.Prepare(kReadEncodingPiece);
   row->BindInt(1, content_id);
   row->BindInt(2, piece);
   absl::StatusOr<bool> found = row->Step("cannot read an encoding");

@@ -19,8 +19,8 @@
 namespace quantd::server {
 namespace {
 
-absl::Status Failed(absl::string_view what, const std::string& path,
-                    int error_number) {
+absl::Status FileFailure(absl::string_view what, const std::string& path,
+                         int error_number) {
   return core::StoreUnavailableError(
       absl::StrCat(what, " \"", path, "\": ", std::strerror(error_number)));
 }
@@ -28,12 +28,12 @@ absl::Status Failed(absl::string_view what, const std::string& path,
 // A new directory survives power loss once its parent is synced.
 absl::Status SyncDirectory(const std::string& path) {
   const int fd = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (fd < 0) return Failed("cannot open the directory", path, errno);
+  if (fd < 0) return FileFailure("cannot open the directory", path, errno);
   const int result = fsync(fd);
   const int error_number = errno;
   close(fd);
   if (result != 0) {
-    return Failed("cannot sync the directory", path, error_number);
+    return FileFailure("cannot sync the directory", path, error_number);
   }
   return absl::OkStatus();
 }
@@ -72,16 +72,19 @@ absl::Status MakeDefaultDirectory(const std::string& path) {
       const int error_number = errno;
       struct stat info;
       if (stat(part.c_str(), &info) == 0 && S_ISDIR(info.st_mode)) continue;
-      return Failed("cannot create the directory", part.string(), error_number);
+      return FileFailure("cannot create the directory", part.string(),
+                         error_number);
     }
   }
   struct stat info;
   if (stat(directory.c_str(), &info) != 0) {
-    return Failed("cannot look at the directory", directory.string(), errno);
+    return FileFailure("cannot look at the directory", directory.string(),
+                       errno);
   }
   if ((info.st_mode & 0077) != 0 && info.st_uid == geteuid() &&
       chmod(directory.c_str(), info.st_mode & 0700) != 0) {
-    return Failed("cannot protect the directory", directory.string(), errno);
+    return FileFailure("cannot protect the directory", directory.string(),
+                       errno);
   }
   return absl::OkStatus();
 }
@@ -91,7 +94,7 @@ absl::Status CreateStoreFile(const std::string& path) {
       open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   // SQLite says what is wrong with one that is there.
   if (fd < 0 && errno != EEXIST) {
-    return Failed("cannot create the store", path, errno);
+    return FileFailure("cannot create the store", path, errno);
   }
   if (fd >= 0) close(fd);
   return absl::OkStatus();
@@ -105,11 +108,12 @@ absl::Status PrepareStoreDirectory(const std::string& path) {
       return status;
     }
   } else if (errno != EEXIST) {
-    return Failed("cannot create the store's directory", directory, errno);
+    return FileFailure("cannot create the store's directory", directory, errno);
   }
   struct statfs info;
   if (statfs(directory.c_str(), &info) != 0) {
-    return Failed("cannot look at the store's directory", directory, errno);
+    return FileFailure("cannot look at the store's directory", directory,
+                       errno);
   }
   const absl::string_view network = NetworkFileSystemName(info.f_type);
   if (!network.empty()) {

@@ -20,7 +20,7 @@
 namespace quantd::server {
 namespace {
 
-constexpr absl::string_view kWhat = "cannot contribute a Gram matrix";
+constexpr absl::string_view kCannotAddGram = "cannot contribute a Gram matrix";
 
 absl::Status Mismatch(absl::string_view what) {
   return core::StatisticsMismatchError(what);
@@ -50,7 +50,7 @@ absl::StatusOr<absl::optional<uint64_t>> ReadNext(SqlConnection* connection,
                                                   std::vector<int64_t>* sums) {
   const std::unique_ptr<SqlStatement> row =
       SelectPiece(connection, version, piece);
-  absl::StatusOr<bool> found = row->Step(kWhat);
+  absl::StatusOr<bool> found = row->Step(kCannotAddGram);
   if (!found.ok()) return found.status();
   if (!*found) return absl::optional<uint64_t>();
   const auto checksum = static_cast<uint64_t>(row->Int(0));

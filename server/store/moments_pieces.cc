@@ -20,22 +20,23 @@
 namespace quantd::server {
 namespace {
 
-constexpr absl::string_view kWhat = "cannot contribute moments";
+constexpr absl::string_view kCannotAddMoments = "cannot contribute moments";
 
-absl::Status Corrupt(const SourceVersion& version, absl::string_view what) {
+absl::Status CorruptMoments(const SourceVersion& version,
+                            absl::string_view what) {
   return SourceCorruptError(version.key, version.source, what);
 }
 
 // Errors: STORE_CORRUPT.
-absl::StatusOr<v1::FeatureMoments> Parse(const SourceVersion& version,
-                                         uint64_t checksum,
-                                         absl::string_view bytes) {
+absl::StatusOr<v1::FeatureMoments> ParseMoments(const SourceVersion& version,
+                                                uint64_t checksum,
+                                                absl::string_view bytes) {
   if (checksum != PieceChecksum(version, kMomentsPiece, bytes)) {
-    return Corrupt(version, "fail their checksum");
+    return CorruptMoments(version, "fail their checksum");
   }
   v1::FeatureMoments message;
   if (!message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
-    return Corrupt(version, "do not decode");
+    return CorruptMoments(version, "do not decode");
   }
   return message;
 }
@@ -53,14 +54,14 @@ absl::StatusOr<core::AxisMoments> ReadMomentsPiece(
     const SourceVersion& version, uint64_t checksum, absl::string_view bytes,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   const absl::StatusOr<v1::FeatureMoments> message =
-      Parse(version, checksum, bytes);
+      ParseMoments(version, checksum, bytes);
   if (!message.ok()) return message.status();
   absl::Status status = proceed(MergeMomentsBytes(message->count_size()));
   if (!status.ok()) return status;
   absl::StatusOr<core::AxisMoments> moments = MomentsFromProto(*message);
   if (!moments.ok()) {
-    return Corrupt(version,
-                   absl::StrCat("are invalid: ", moments.status().message()));
+    return CorruptMoments(
+        version, absl::StrCat("are invalid: ", moments.status().message()));
   }
   return moments;
 }
@@ -69,7 +70,7 @@ absl::Status CheckMomentsPiece(const SourceVersion& version, uint64_t checksum,
                                absl::string_view bytes,
                                const core::AxisMoments& part) {
   const absl::StatusOr<v1::FeatureMoments> message =
-      Parse(version, checksum, bytes);
+      ParseMoments(version, checksum, bytes);
   if (!message.ok()) return message.status();
   return core::CheckMomentsMergeable(message->axis(), message->count_size(),
                                      part);
@@ -83,13 +84,13 @@ absl::StatusOr<WrittenMoments> WriteMoments(
   if (before.has_value()) {
     const std::unique_ptr<SqlStatement> row =
         SelectPiece(connection, *before, kMomentsPiece);
-    absl::StatusOr<bool> found = row->Step(kWhat);
+    absl::StatusOr<bool> found = row->Step(kCannotAddMoments);
     if (!found.ok()) return found.status();
     if (*found) {
       const auto checksum = static_cast<uint64_t>(row->Int(0));
       bytes = std::string(row->Bytes(1));
       if (checksum != PieceChecksum(*before, kMomentsPiece, bytes)) {
-        return Corrupt(*before, "fail their checksum");
+        return CorruptMoments(*before, "fail their checksum");
       }
       written.checksum_before = checksum;
     }

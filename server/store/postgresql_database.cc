@@ -50,9 +50,9 @@ constexpr char kLockSchema[] = "SELECT pg_advisory_xact_lock(8173829047)";
 
 constexpr char kWaitForTables[] = "SET LOCAL lock_timeout = '1min'";
 
-constexpr char kBegin[] = "BEGIN ISOLATION LEVEL READ COMMITTED";
-constexpr char kCommit[] = "COMMIT";
-constexpr char kRollback[] = "ROLLBACK";
+constexpr char kPostgresqlBegin[] = "BEGIN ISOLATION LEVEL READ COMMITTED";
+constexpr char kPostgresqlCommit[] = "COMMIT";
+constexpr char kPostgresqlRollback[] = "ROLLBACK";
 constexpr char kLockName[] = "SELECT pg_advisory_xact_lock($1)";
 // A revision, which its tensors share, and one of them.
 constexpr char kLockTensor[] =
@@ -60,8 +60,9 @@ constexpr char kLockTensor[] =
 // Before rows of many tensors are written, in whatever order: the counts of
 // all models have rows in common.
 constexpr char kManyRows[] = "\nmany rows";
-constexpr char kNextGeneration[] = "SELECT nextval('quantd_generations')";
-constexpr char kPing[] = "SELECT 1";
+constexpr char kPostgresqlNextGeneration[] =
+    "SELECT nextval('quantd_generations')";
+constexpr char kPostgresqlPing[] = "SELECT 1";
 // Of all tables with what belongs to them.
 constexpr char kSize[] =
     "SELECT CAST(COALESCE(SUM(pg_total_relation_size(oid)), 0) AS BIGINT) "
@@ -378,15 +379,20 @@ constexpr std::array<const char*, kPostgresqlSchemaVersion> kMigrations = {
       END $$;
     )sql"};
 
-struct FreeResult {
+}  // namespace
+
+// Fields of the classes below.
+struct FreePostgresqlResult {
   void operator()(PGresult* result) const { PQclear(result); }
 };
-using Result = std::unique_ptr<PGresult, FreeResult>;
+using PostgresqlResult = std::unique_ptr<PGresult, FreePostgresqlResult>;
 
-struct FreeConnection {
+struct FreePostgresqlConnection {
   void operator()(PGconn* connection) const { PQfinish(connection); }
 };
-using Handle = std::unique_ptr<PGconn, FreeConnection>;
+using PostgresqlHandle = std::unique_ptr<PGconn, FreePostgresqlConnection>;
+
+namespace {
 
 // What a name is locked by.
 int64_t NameNumber(absl::string_view name) {
@@ -534,7 +540,8 @@ class PostgresqlConnection final : public SqlConnection {
  private:
   friend class PostgresqlStatement;
 
-  PostgresqlConnection(Handle handle, absl::Duration timeout, std::string name)
+  PostgresqlConnection(PostgresqlHandle handle, absl::Duration timeout,
+                       std::string name)
       : handle_(std::move(handle)), timeout_(timeout), name_(std::move(name)) {}
 
   PGconn* handle() const { return handle_.get(); }
@@ -543,7 +550,7 @@ class PostgresqlConnection final : public SqlConnection {
   // Sends what libpq holds.
   absl::Status Flush(absl::string_view what);
   // The next result of what was sent; null after the last.
-  absl::StatusOr<Result> NextResult(absl::string_view what);
+  absl::StatusOr<PostgresqlResult> NextResult(absl::string_view what);
   // Receives and drops what is left.
   void Drain();
   // The session can't be used any more, for that reason.
@@ -553,7 +560,7 @@ class PostgresqlConnection final : public SqlConnection {
   // The name under which `sql` is prepared.
   absl::StatusOr<std::string> NameOf(const char* sql, absl::string_view what);
 
-  const Handle handle_;
+  const PostgresqlHandle handle_;
   absl::Duration timeout_;
   const std::string name_;
   absl::flat_hash_map<const char*, std::string> names_;
@@ -590,7 +597,7 @@ class PostgresqlStatement final : public SqlStatement {
       state_ = State::kRunning;
     }
     if (state_ == State::kDone) return false;
-    absl::StatusOr<Result> result = connection_->NextResult(what);
+    absl::StatusOr<PostgresqlResult> result = connection_->NextResult(what);
     if (!result.ok()) {
       state_ = State::kDone;
       return result.status();
@@ -638,7 +645,7 @@ class PostgresqlStatement final : public SqlStatement {
   std::array<const char*, kMaxParameters> values_;
   std::array<int, kMaxParameters> sizes_;
   std::array<std::array<char, 8>, kMaxParameters> integers_;
-  Result row_;
+  PostgresqlResult row_;
 };
 
 absl::StatusOr<std::unique_ptr<PostgresqlConnection>>
@@ -663,7 +670,8 @@ PostgresqlConnection::Open(const std::string& url, absl::Duration timeout,
     add("port", host.port);
     keywords.push_back(nullptr);
     values.push_back(nullptr);
-    Handle handle(PQconnectStartParams(keywords.data(), values.data(), 0));
+    PostgresqlHandle handle(
+        PQconnectStartParams(keywords.data(), values.data(), 0));
     if (handle == nullptr) return Unavailable(kWhat, "out of memory");
     // As libpq has it: before the first poll, wait to write.
     PostgresPollingStatusType wants = PQstatus(handle.get()) == CONNECTION_BAD
@@ -750,7 +758,7 @@ absl::Status PostgresqlConnection::LockName(absl::string_view name,
 }
 
 absl::StatusOr<int64_t> PostgresqlConnection::NextGeneration() {
-  const std::unique_ptr<SqlStatement> row = Prepare(kNextGeneration);
+  const std::unique_ptr<SqlStatement> row = Prepare(kPostgresqlNextGeneration);
   absl::StatusOr<bool> found = row->Step("cannot count a generation");
   if (!found.ok()) return found.status();
   return row->Int(0);
@@ -778,7 +786,7 @@ absl::Status PostgresqlConnection::Run(const char* sql, std::string* tag) {
   }
   if (absl::Status s = Flush(kWhat); !s.ok()) return s;
   while (true) {
-    absl::StatusOr<Result> result = NextResult(kWhat);
+    absl::StatusOr<PostgresqlResult> result = NextResult(kWhat);
     if (!result.ok()) return result.status();
     if (*result == nullptr) return absl::OkStatus();
     if (tag != nullptr) *tag = PQcmdStatus(result->get());
@@ -787,8 +795,8 @@ absl::Status PostgresqlConnection::Run(const char* sql, std::string* tag) {
 
 absl::Status PostgresqlConnection::Commit() {
   std::string tag;
-  if (absl::Status s = Run(kCommit, &tag); !s.ok()) return s;
-  if (tag != kCommit) {
+  if (absl::Status s = Run(kPostgresqlCommit, &tag); !s.ok()) return s;
+  if (tag != kPostgresqlCommit) {
     return Unavailable("cannot commit", "the transaction was rolled back");
   }
   return absl::OkStatus();
@@ -850,7 +858,7 @@ absl::Status PostgresqlConnection::Flush(absl::string_view what) {
   }
 }
 
-absl::StatusOr<Result> PostgresqlConnection::NextResult(
+absl::StatusOr<PostgresqlResult> PostgresqlConnection::NextResult(
     absl::string_view what) {
   while (PQisBusy(handle()) == 1) {
     if (Wait(PQsocket(handle()), POLLIN, timeout_) == 0) {
@@ -861,7 +869,7 @@ absl::StatusOr<Result> PostgresqlConnection::NextResult(
       return Break(what, OneLine(PQerrorMessage(handle())));
     }
   }
-  Result result(PQgetResult(handle()));
+  PostgresqlResult result(PQgetResult(handle()));
   if (result == nullptr) return result;
   switch (PQresultStatus(result.get())) {
     case PGRES_COMMAND_OK:
@@ -879,7 +887,8 @@ absl::StatusOr<Result> PostgresqlConnection::NextResult(
 
 void PostgresqlConnection::Drain() {
   while (!is_broken_) {
-    absl::StatusOr<Result> result = NextResult("cannot use the store");
+    absl::StatusOr<PostgresqlResult> result =
+        NextResult("cannot use the store");
     if (!result.ok() || *result == nullptr) return;
   }
 }
@@ -925,7 +934,7 @@ absl::StatusOr<std::string> PostgresqlConnection::NameOf(
     return Break(what, OneLine(PQerrorMessage(handle())));
   }
   if (absl::Status s = Flush(what); !s.ok()) return s;
-  absl::StatusOr<Result> result = NextResult(what);
+  absl::StatusOr<PostgresqlResult> result = NextResult(what);
   if (!result.ok()) return result.status();
   Drain();
   names_.emplace(sql, name);
@@ -974,7 +983,8 @@ class PostgresqlListener {
   // Returns when the connection is dead, or it is time to stop.
   void Listen(PostgresqlConnection& connection) {
     while (!WaitToStop(connection.socket(), kSilence)) {
-      if (!connection.IsAlive() || !connection.Run(kPing).ok()) return;
+      if (!connection.IsAlive() || !connection.Run(kPostgresqlPing).ok())
+        return;
       Count(connection.TakeForeignAnnouncements(), true);
     }
   }
@@ -1035,12 +1045,12 @@ absl::Status PostgresqlDatabase::Write(
   absl::StatusOr<std::unique_ptr<PostgresqlConnection>> taken = Take();
   if (!taken.ok()) return taken.status();
   PostgresqlConnection& connection = **taken;
-  absl::Status status = connection.Run(kBegin);
+  absl::Status status = connection.Run(kPostgresqlBegin);
   if (status.ok()) {
     status = body(connection);
     if (status.ok()) status = connection.Commit();
     if (!status.ok() && !connection.is_broken()) {
-      connection.Run(kRollback).IgnoreError();
+      connection.Run(kPostgresqlRollback).IgnoreError();
     }
   }
   GiveBack(*std::move(taken));
@@ -1065,7 +1075,9 @@ absl::StatusOr<DatabaseSize> PostgresqlDatabase::Size() {
 
 absl::Status PostgresqlDatabase::Ping() {
   return Read([](SqlConnection& connection) {
-    return connection.Prepare(kPing)->Step("cannot read the store").status();
+    return connection.Prepare(kPostgresqlPing)
+        ->Step("cannot read the store")
+        .status();
   });
 }
 

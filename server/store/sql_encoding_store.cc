@@ -47,11 +47,11 @@ constexpr char kSelect[] =
 constexpr char kSelectEtag[] =
     "SELECT generation, checksum FROM encodings "
     "WHERE model = $1 AND revision = $2 AND tensor = $3";
-constexpr char kSelectReplaced[] =
+constexpr char kSelectReplacedEncoding[] =
     "SELECT principal, CAST(length(body) AS BIGINT) + content_bytes "
     "FROM encodings "
     "WHERE model = $1 AND revision = $2 AND tensor = $3";
-constexpr char kUpsert[] =
+constexpr char kUpsertEncoding[] =
     "INSERT INTO encodings (model, revision, tensor, generation, "
     "update_time_us, format, scale_count, checksum, body, principal, "
     "content_id, content_bytes) "
@@ -69,7 +69,7 @@ constexpr char kUpsertHead[] =
     "WHERE model = $2 AND revision = $3 AND tensor = $4 "
     "ON CONFLICT (model, revision, tensor) DO UPDATE SET "
     "checksum = excluded.checksum";
-constexpr char kDelete[] =
+constexpr char kDeleteEncodingRow[] =
     "DELETE FROM encodings WHERE model = $1 AND revision = $2 AND tensor = $3";
 constexpr char kListEncodings[] =
     "SELECT tensor, generation, update_time_us, format, scale_count, checksum, "
@@ -80,7 +80,7 @@ constexpr char kListEncodings[] =
     "FROM encodings WHERE model = $1 AND revision = $2 AND tensor > $3 "
     "ORDER BY tensor LIMIT $4";
 // From the index of the key, whatever is damaged beside that.
-constexpr char kListNames[] =
+constexpr char kListEncodingNames[] =
     "SELECT tensor FROM encodings "
     "WHERE model = $1 AND revision = $2 AND tensor > $3 "
     "ORDER BY tensor LIMIT $4";
@@ -90,13 +90,13 @@ constexpr char kListModels[] =
     "CAST(SUM(statistics) AS BIGINT) FROM revision_counts "
     "WHERE model > $1 AND model < $2 AND (encodings > 0 OR statistics > 0) "
     "GROUP BY model ORDER BY model LIMIT $3";
-constexpr char kListRevisions[] =
+constexpr char kListEncodingRevisions[] =
     "SELECT revision, CAST(SUM(encodings) AS BIGINT), "
     "CAST(SUM(statistics) AS BIGINT) FROM revision_counts "
     "WHERE model = $1 AND revision > $2 AND (encodings > 0 OR statistics > 0) "
     "GROUP BY revision ORDER BY revision LIMIT $3";
 // Keys after one.
-constexpr char kListKeys[] =
+constexpr char kListEncodingKeys[] =
     "SELECT model, revision, tensor FROM encodings "
     "WHERE (model, revision, tensor) > ($1, $2, $3) "
     "ORDER BY model, revision, tensor LIMIT 1000";
@@ -110,7 +110,7 @@ constexpr char kTouchStaged[] =
 constexpr char kEndStaged[] =
     "DELETE FROM staged_contents WHERE content_id = $1 RETURNING content_id";
 // Pieces that no encoding has, and that nobody is to free.
-constexpr char kListLostPieces[] =
+constexpr char kListLostEncodingPieces[] =
     "SELECT content_id, COUNT(*) FROM encoding_pieces "
     "WHERE content_id NOT IN (SELECT content_id FROM encodings) "
     "AND content_id NOT IN (SELECT content_id FROM staged_contents) "
@@ -143,7 +143,7 @@ constexpr char kRevisionsOf[] =
     "ORDER BY revision";
 
 // What of a row the checksum covers, beside its key.
-struct RowHead {
+struct EncodingRowHead {
   int64_t generation = 0;
   int64_t update_time_us = 0;
   int64_t format = 0;
@@ -160,14 +160,14 @@ struct Content {
 };
 
 // From the columns of a row that begin with `generation`.
-RowHead HeadOf(const SqlStatement& row, int generation) {
+EncodingRowHead HeadOf(const SqlStatement& row, int generation) {
   return {row.Int(generation), row.Int(generation + 1), row.Int(generation + 2),
           row.Int(generation + 3)};
 }
 
 // XXH3-64 over the key, the head and the body; lengths are hashed with the
 // strings, so that no two keys run together.
-uint64_t Checksum(const EncodingKey& key, const RowHead& head,
+uint64_t Checksum(const EncodingKey& key, const EncodingRowHead& head,
                   absl::string_view body) {
   const std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> state(
       XXH3_createState(), &XXH3_freeState);
@@ -188,7 +188,7 @@ uint64_t Checksum(const EncodingKey& key, const RowHead& head,
 }
 
 // The same of a row whose scales are in pieces, which have their own.
-uint64_t Checksum(const EncodingKey& key, const RowHead& head,
+uint64_t Checksum(const EncodingKey& key, const EncodingRowHead& head,
                   const Content& content) {
   if (content.id == 0) return Checksum(key, head, content.body);
   const int64_t numbers[] = {head.generation, head.update_time_us,
@@ -204,8 +204,8 @@ uint64_t Checksum(const EncodingKey& key, const RowHead& head,
 
 // The same without the body, so that lists need not read it. A quantd that knew
 // none leaves it as it is.
-uint64_t HeadChecksum(const EncodingKey& key, const RowHead& head,
-                      uint64_t checksum) {
+uint64_t EncodingHeadChecksum(const EncodingKey& key,
+                              const EncodingRowHead& head, uint64_t checksum) {
   const int64_t numbers[] = {head.generation, head.update_time_us, head.format,
                              head.scale_count, static_cast<int64_t>(checksum)};
   return RowChecksum::Of(
@@ -220,19 +220,19 @@ std::string MakeEtag(int64_t generation, uint64_t checksum) {
                       absl::Hex(checksum, absl::kZeroPad16));
 }
 
-absl::Status NotFound(const EncodingKey& key) {
+absl::Status NoSuchEncoding(const EncodingKey& key) {
   return core::EncodingNotFoundError(key.model, key.revision, key.tensor);
 }
 
-std::string Shown(const EncodingKey& key) {
+std::string ShownKey(const EncodingKey& key) {
   return absl::StrCat("the encoding for tensor \"", ShownName(key.tensor),
                       "\" of model \"", ShownName(key.model), "\", revision \"",
                       ShownName(key.revision), "\" ");
 }
 
-absl::Status Corrupt(const EncodingKey& key, absl::string_view what) {
+absl::Status CorruptEncoding(const EncodingKey& key, absl::string_view what) {
   return core::StoreCorruptError(
-      absl::StrCat(Shown(key), what, "; put it again or delete it"));
+      absl::StrCat(ShownKey(key), what, "; put it again or delete it"));
 }
 
 // The etag in a row of kSelectEtag.
@@ -253,8 +253,9 @@ absl::Status PutHeadChecksum(SqlConnection& connection, const EncodingKey& key,
 
 // Errors: STORE_UNAVAILABLE.
 absl::Status PutHeadChecksum(SqlConnection& connection, const EncodingKey& key,
-                             const RowHead& head, uint64_t checksum) {
-  return PutHeadChecksum(connection, key, HeadChecksum(key, head, checksum));
+                             const EncodingRowHead& head, uint64_t checksum) {
+  return PutHeadChecksum(connection, key,
+                         EncodingHeadChecksum(key, head, checksum));
 }
 
 // Puts a row, whose pieces are there, and fills in its head's generation and
@@ -263,7 +264,7 @@ absl::Status PutHeadChecksum(SqlConnection& connection, const EncodingKey& key,
 absl::StatusOr<uint64_t> PutRow(SqlConnection& connection,
                                 const EncodingKey& key, const Content& content,
                                 const Precondition& precondition,
-                                RowHead* head) {
+                                EncodingRowHead* head) {
   constexpr absl::string_view kWhat = "cannot put an encoding";
   if (absl::Status s = connection.LockTensor(key); !s.ok()) return s;
   if (!precondition.if_match.empty()) {
@@ -280,7 +281,7 @@ absl::StatusOr<uint64_t> PutRow(SqlConnection& connection,
   ReplacedRow replaced;
   if (!account.quotas.empty()) {
     const std::unique_ptr<SqlStatement> row =
-        connection.Prepare(kSelectReplaced);
+        connection.Prepare(kSelectReplacedEncoding);
     row->BindKey(key);
     absl::StatusOr<bool> found = row->Step(kWhat);
     if (!found.ok()) return found.status();
@@ -292,7 +293,8 @@ absl::StatusOr<uint64_t> PutRow(SqlConnection& connection,
   head->update_time_us = absl::ToUnixMicros(absl::Now());
   const uint64_t checksum = Checksum(key, *head, content);
   {
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kUpsert);
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kUpsertEncoding);
     row->BindKey(key);
     row->BindInt(4, head->generation);
     row->BindInt(5, head->update_time_us);
@@ -316,7 +318,7 @@ absl::StatusOr<uint64_t> PutRow(SqlConnection& connection,
   return checksum;
 }
 
-StoredEncoding Stored(const RowHead& head, uint64_t checksum) {
+StoredEncoding Stored(const EncodingRowHead& head, uint64_t checksum) {
   StoredEncoding stored;
   stored.etag = MakeEtag(head.generation, checksum);
   stored.generation = head.generation;
@@ -326,7 +328,7 @@ StoredEncoding Stored(const RowHead& head, uint64_t checksum) {
 
 // A row as it was read and verified.
 struct ReadRow {
-  RowHead head;
+  EncodingRowHead head;
   uint64_t checksum = 0;
   Content content;
   // Of the body.
@@ -341,33 +343,33 @@ absl::Status SelectRow(SqlConnection& connection, const EncodingKey& key,
   absl::StatusOr<bool> found = select->Step("cannot read an encoding");
   if (absl::IsDataLoss(found.status())) {
     return core::StoreCorruptError(
-        absl::StrCat(Shown(key),
+        absl::StrCat(ShownKey(key),
                      "stands on a damaged page of the database; restore the "
                      "store from its backup"));
   }
   if (!found.ok()) return found.status();
-  if (!*found) return NotFound(key);
+  if (!*found) return NoSuchEncoding(key);
   read->head = HeadOf(*select, 0);
   read->checksum = static_cast<uint64_t>(select->Int(4));
   read->content = {std::string(select->Bytes(5)), select->Int(6),
                    select->Int(7)};
   if (read->checksum != Checksum(key, read->head, read->content)) {
-    return Corrupt(key, "fails its checksum");
+    return CorruptEncoding(key, "fails its checksum");
   }
   const std::string& body = read->content.body;
   if (!read->message.ParseFromArray(body.data(),
                                     static_cast<int>(body.size()))) {
-    return Corrupt(key, "does not decode");
+    return CorruptEncoding(key, "does not decode");
   }
   return absl::OkStatus();
 }
 
 // Reads the pieces of a row, one with each call.
-class PieceReader {
+class EncodingPieceReader {
  public:
   // Errors: STORE_CORRUPT.
-  static absl::StatusOr<PieceReader> Create(const EncodingKey& key,
-                                            const ReadRow& row) {
+  static absl::StatusOr<EncodingPieceReader> Create(const EncodingKey& key,
+                                                    const ReadRow& row) {
     absl::StatusOr<core::Encoding> outline =
         EncodingOutlineFromProto(row.message);
     absl::Status status = outline.status();
@@ -383,11 +385,11 @@ class PieceReader {
             row.head.scale_count *
                 core::MemoryPerScale(outline->scale_type, has_zero_points) +
             *outer_count * static_cast<int64_t>(sizeof(float));
-        return PieceReader(key, row.content.id, has_zero_points, memory_bytes,
-                           sequence, *std::move(outline));
+        return EncodingPieceReader(key, row.content.id, has_zero_points,
+                                   memory_bytes, sequence, *std::move(outline));
       }
     }
-    return Corrupt(key, absl::StrCat("is invalid: ", status.message()));
+    return CorruptEncoding(key, absl::StrCat("is invalid: ", status.message()));
   }
 
   const core::Encoding& outline() const { return outline_; }
@@ -404,15 +406,15 @@ class PieceReader {
         [&](absl::string_view bytes) { return sequence_.Take(bytes, piece); });
     if (absl::IsDataLoss(found.status()) &&
         core::ErrorReason(found.status()).empty()) {
-      return Corrupt(key_, found.status().message());
+      return CorruptEncoding(key_, found.status().message());
     }
     return found;
   }
 
  private:
-  PieceReader(const EncodingKey& key, int64_t content_id, bool has_zero_points,
-              int64_t memory_bytes, PieceSequence sequence,
-              core::Encoding outline)
+  EncodingPieceReader(const EncodingKey& key, int64_t content_id,
+                      bool has_zero_points, int64_t memory_bytes,
+                      PieceSequence sequence, core::Encoding outline)
       : key_(key),
         content_id_(content_id),
         has_zero_points_(has_zero_points),
@@ -502,7 +504,7 @@ class WholeEncodingReader final : public EncodingReader {
 class SqlEncodingReader final : public EncodingReader {
  public:
   SqlEncodingReader(SqlDatabase* database, EncodingKey key, const ReadRow& row,
-                    PieceReader pieces)
+                    EncodingPieceReader pieces)
       : database_(database),
         key_(std::move(key)),
         scale_count_(row.head.scale_count),
@@ -528,7 +530,7 @@ class SqlEncodingReader final : public EncodingReader {
       found = row->Step("cannot read an encoding");
       if (!found.ok()) return found.status();
       if (*found) etag = EtagOf(*row);
-      return etag == stored_.etag ? Corrupt(key_, "lacks scales")
+      return etag == stored_.etag ? CorruptEncoding(key_, "lacks scales")
                                   : core::EtagMismatchError(stored_.etag, etag);
     };
     if (absl::Status s = database_->Read(read); !s.ok()) return s;
@@ -540,7 +542,7 @@ class SqlEncodingReader final : public EncodingReader {
   const EncodingKey key_;
   const int64_t scale_count_;
   StoredEncoding stored_;
-  PieceReader pieces_;
+  EncodingPieceReader pieces_;
 };
 
 // Pieces as they fill; those before the last are in transactions of their own.
@@ -709,7 +711,7 @@ class SqlEncodingWriter final : public EncodingWriter {
   const EncodingKey key_;
   const PieceLayout layout_;
   const Precondition precondition_;
-  RowHead head_;
+  EncodingRowHead head_;
   v1::Encoding message_;
   Content content_;
   bool is_staged_ = false;
@@ -790,7 +792,7 @@ absl::StatusOr<StoredEncoding> SqlEncodingStore::Put(
   EncodingToProto(*encoding, &message);
   Content content;
   content.body = message.SerializeAsString();
-  RowHead head;
+  EncodingRowHead head;
   head.format = static_cast<int64_t>(encoding->format);
   head.scale_count = scale_count;
   uint64_t checksum = 0;
@@ -814,15 +816,16 @@ absl::StatusOr<std::unique_ptr<EncodingReader>> SqlEncodingStore::OpenReader(
   };
   if (absl::Status s = database_->Read(read); !s.ok()) return s;
   if (row.message.scales_in_chunks()) {
-    absl::StatusOr<PieceReader> pieces = PieceReader::Create(key, row);
+    absl::StatusOr<EncodingPieceReader> pieces =
+        EncodingPieceReader::Create(key, row);
     if (!pieces.ok()) return pieces.status();
     return std::make_unique<SqlEncodingReader>(database_.get(), key, row,
                                                *std::move(pieces));
   }
   absl::StatusOr<core::Encoding> encoding = EncodingFromProto(row.message);
   if (!encoding.ok()) {
-    return Corrupt(key,
-                   absl::StrCat("is invalid: ", encoding.status().message()));
+    return CorruptEncoding(
+        key, absl::StrCat("is invalid: ", encoding.status().message()));
   }
   StoredEncoding stored = Stored(row.head, row.checksum);
   stored.encoding =
@@ -852,7 +855,8 @@ absl::StatusOr<PublishedRevision> SqlEncodingStore::PublishRevision(
     // Keys are small, however many there are.
     std::vector<std::string> tensors;
     {
-      const std::unique_ptr<SqlStatement> row = connection.Prepare(kListNames);
+      const std::unique_ptr<SqlStatement> row =
+          connection.Prepare(kListEncodingNames);
       row->BindText(1, model);
       row->BindText(2, source);
       row->BindText(3, "");
@@ -984,13 +988,14 @@ absl::Status SqlEncodingStore::Delete(const EncodingKey& key,
       row->BindKey(key);
       absl::StatusOr<bool> found = row->Step(kWhat);
       if (!found.ok()) return found.status();
-      if (!*found) return NotFound(key);
+      if (!*found) return NoSuchEncoding(key);
       const std::string etag = EtagOf(*row);
       if (!precondition.if_match.empty() && etag != precondition.if_match) {
         return core::EtagMismatchError(precondition.if_match, etag);
       }
     }
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kDelete);
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kDeleteEncodingRow);
     row->BindKey(key);
     absl::Status status = row->Step(kWhat).status();
     return status.ok() ? connection.Announce() : status;
@@ -1012,7 +1017,8 @@ absl::StatusOr<SqlEncodingStore::Row> SqlEncodingStore::ReadWhole(
         if (status.ok()) encoding = EncodingFromProto(row.message);
         return status;
       }
-      absl::StatusOr<PieceReader> pieces = PieceReader::Create(key, row);
+      absl::StatusOr<EncodingPieceReader> pieces =
+          EncodingPieceReader::Create(key, row);
       if (!pieces.ok()) return pieces.status();
       absl::Status status = proceed(pieces->memory_bytes());
       if (!status.ok()) return status;
@@ -1037,7 +1043,7 @@ absl::StatusOr<SqlEncodingStore::Row> SqlEncodingStore::ReadWhole(
     if (!is_complete) {
       // Replaced between its row and its pieces; then the row is another now.
       if (result.stored.etag == incomplete_etag) {
-        return Corrupt(key, "lacks scales");
+        return CorruptEncoding(key, "lacks scales");
       }
       incomplete_etag = result.stored.etag;
       continue;
@@ -1048,9 +1054,10 @@ absl::StatusOr<SqlEncodingStore::Row> SqlEncodingStore::ReadWhole(
       if (status.ok()) status = core::ValidateEncoding(*encoding);
     }
     if (!status.ok()) {
-      return Corrupt(key, absl::StrCat("is invalid: ", status.message()));
+      return CorruptEncoding(key,
+                             absl::StrCat("is invalid: ", status.message()));
     }
-    result.head_checksum = HeadChecksum(key, row.head, row.checksum);
+    result.head_checksum = EncodingHeadChecksum(key, row.head, row.checksum);
     result.stored.encoding =
         std::make_shared<const core::Encoding>(*std::move(encoding));
     return result;
@@ -1086,7 +1093,7 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
   };
   const auto read_head = [&](const SqlStatement& row) {
     EncodingListEntry& entry = entries.back();
-    const RowHead head = HeadOf(row, 1);
+    const EncodingRowHead head = HeadOf(row, 1);
     const auto checksum = static_cast<uint64_t>(row.Int(5));
     entry.stored.generation = head.generation;
     entry.stored.update_time = absl::FromUnixMicros(head.update_time_us);
@@ -1094,7 +1101,7 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
     entry.scale_count = head.scale_count;
     entry.stored.etag = MakeEtag(head.generation, checksum);
     return static_cast<uint64_t>(row.Int(6)) ==
-           HeadChecksum(key_of(entry), head, checksum);
+           EncodingHeadChecksum(key_of(entry), head, checksum);
   };
   absl::Status status = database_->Read([&](SqlConnection& connection) {
     return select(kListEncodings, connection, read_head);
@@ -1102,7 +1109,7 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
   // A damaged page is no reason to keep the other rows back.
   if (absl::IsDataLoss(status)) {
     status = database_->Read([&](SqlConnection& connection) {
-      return select(kListNames, connection,
+      return select(kListEncodingNames, connection,
                     [](const SqlStatement&) { return false; });
     });
   }
@@ -1184,7 +1191,7 @@ absl::StatusOr<std::vector<RevisionListEntry>> SqlEncodingStore::ListRevisions(
   if (limit <= 0) return entries;
   const auto list = [&](SqlConnection& connection) -> absl::Status {
     const std::unique_ptr<SqlStatement> row =
-        connection.Prepare(kListRevisions);
+        connection.Prepare(kListEncodingRevisions);
     row->BindText(1, model);
     row->BindText(2, after);
     row->BindInt(3, limit);
@@ -1206,7 +1213,8 @@ absl::StatusOr<int64_t> SqlEncodingStore::Check(
   while (true) {
     std::vector<EncodingKey> keys;
     const auto list = [&](SqlConnection& connection) -> absl::Status {
-      const std::unique_ptr<SqlStatement> row = connection.Prepare(kListKeys);
+      const std::unique_ptr<SqlStatement> row =
+          connection.Prepare(kListEncodingKeys);
       row->BindKey(last);
       while (true) {
         absl::StatusOr<bool> found = row->Step("cannot list encodings");
@@ -1230,7 +1238,7 @@ absl::StatusOr<int64_t> SqlEncodingStore::Check(
   }
   const auto list = [&](SqlConnection& connection) -> absl::Status {
     const std::unique_ptr<SqlStatement> row =
-        connection.Prepare(kListLostPieces);
+        connection.Prepare(kListLostEncodingPieces);
     while (true) {
       absl::StatusOr<bool> found = row->Step("cannot list encodings");
       if (!found.ok()) return found.status();

@@ -142,11 +142,11 @@ constexpr char kSelectOther[] =
     " FROM statistics "
     "WHERE model = $1 AND revision = $2 AND tensor = $3 AND source <> $4 "
     "LIMIT 1";
-constexpr char kSelectReplaced[] =
+constexpr char kSelectReplacedStatistics[] =
     "SELECT principal, size_bytes FROM statistics " QUANTD_OF_SOURCE;
 constexpr char kSelectChecksum[] =
     "SELECT checksum FROM statistics " QUANTD_OF_SOURCE;
-constexpr char kUpsert[] =
+constexpr char kUpsertStatistics[] =
     "INSERT INTO statistics (model, revision, tensor, source, "
     "sequence, update_time_us, size_bytes, mantissa_bits, block_size, shape, "
     "body_checksum, checksum, averages, body, principal) "
@@ -175,17 +175,17 @@ constexpr char kList[] =
     "AND revision = $2 AND tensor > $3 ORDER BY tensor LIMIT $4) AS page) "
     "ORDER BY tensor, source";
 // From the index of the key, whatever is damaged beside that.
-constexpr char kListNames[] =
+constexpr char kListStatisticsNames[] =
     "SELECT DISTINCT tensor FROM statistics "
     "WHERE model = $1 AND revision = $2 AND tensor > $3 "
     "ORDER BY tensor LIMIT $4";
 // Sources after one.
-constexpr char kListKeys[] =
+constexpr char kListStatisticsKeys[] =
     "SELECT model, revision, tensor, source FROM statistics "
     "WHERE (model, revision, tensor, source) > ($1, $2, $3, $4) "
     "ORDER BY model, revision, tensor, source LIMIT 1000";
 // Pieces that no row has.
-constexpr char kListLostPieces[] =
+constexpr char kListLostStatisticsPieces[] =
     "SELECT model, revision, tensor, source, COUNT(*) "
     "FROM statistics_pieces AS pieces WHERE NOT EXISTS ("
     "SELECT 1 FROM statistics WHERE statistics.model = pieces.model "
@@ -201,7 +201,7 @@ constexpr char kListLostPieces[] =
 constexpr char kSelectNewer[] =
     "SELECT sequence FROM statistics WHERE model = $1 AND revision = $2 "
     "AND tensor = $3 AND update_time_us > $4 LIMIT 1";
-constexpr char kDelete[] =
+constexpr char kDeleteStatisticsRow[] =
     "DELETE FROM statistics WHERE model = $1 AND revision = $2 AND tensor = $3 "
     "AND ($4 = '' OR source = $4) RETURNING sequence";
 
@@ -216,7 +216,7 @@ static_assert(kFirstGramPiece == 1099511627776, "as in the statements");
 static_assert(kMomentsPiece == 549755813888, "as in the statements");
 
 // The columns of a row that are small.
-struct RowHead {
+struct StatisticsRowHead {
   std::string source;
   int64_t sequence = 0;
   int64_t update_time_us = 0;
@@ -246,7 +246,8 @@ std::vector<T> Unpack(absl::string_view bytes) {
   return values;
 }
 
-uint64_t HeadChecksum(const EncodingKey& key, const RowHead& head) {
+uint64_t StatisticsHeadChecksum(const EncodingKey& key,
+                                const StatisticsRowHead& head) {
   const std::vector<int64_t> numbers = {
       head.sequence, head.update_time_us, head.size_bytes, head.mantissa_bits,
       static_cast<int64_t>(head.body_checksum)};
@@ -255,15 +256,15 @@ uint64_t HeadChecksum(const EncodingKey& key, const RowHead& head) {
                           Pack(head.shape)});
 }
 
-absl::Status NotFound(const EncodingKey& key) {
+absl::Status NoSuchStatistics(const EncodingKey& key) {
   return core::StatisticsNotFoundError(key.model, key.revision, key.tensor);
 }
 
 // The small columns of a row.
 // Errors: STORE_CORRUPT.
-absl::StatusOr<RowHead> ReadHead(const EncodingKey& key,
-                                 const SqlStatement& row) {
-  RowHead head;
+absl::StatusOr<StatisticsRowHead> ReadHead(const EncodingKey& key,
+                                           const SqlStatement& row) {
+  StatisticsRowHead head;
   head.source = std::string(row.Bytes(0));
   head.sequence = row.Int(1);
   head.update_time_us = row.Int(2);
@@ -272,7 +273,7 @@ absl::StatusOr<RowHead> ReadHead(const EncodingKey& key,
   head.block_size = Unpack<int64_t>(row.Bytes(5));
   head.shape = Unpack<int64_t>(row.Bytes(6));
   head.body_checksum = static_cast<uint64_t>(row.Int(7));
-  if (static_cast<uint64_t>(row.Int(8)) != HeadChecksum(key, head)) {
+  if (static_cast<uint64_t>(row.Int(8)) != StatisticsHeadChecksum(key, head)) {
     return SourceCorruptError(key, head.source, "fail their checksum");
   }
   return head;
@@ -281,10 +282,10 @@ absl::StatusOr<RowHead> ReadHead(const EncodingKey& key,
 // What a source has contributed, as it is read row by row.
 class SourceReader {
  public:
-  SourceReader(const EncodingKey& key, RowHead head)
+  SourceReader(const EncodingKey& key, StatisticsRowHead head)
       : key_(key), head_(std::move(head)) {}
 
-  const RowHead& head() const { return head_; }
+  const StatisticsRowHead& head() const { return head_; }
 
   // Takes a row of kSelectAll.
   // Errors: STORE_CORRUPT.
@@ -342,7 +343,7 @@ class SourceReader {
   }
 
   const EncodingKey& key_;
-  const RowHead head_;
+  const StatisticsRowHead head_;
   // From the first row on.
   absl::optional<BodyChecksum> checksum_;
   std::vector<core::Extremes> averages_;
@@ -364,7 +365,7 @@ absl::Status AddSource(SourceReader* reader, StoredStatistics* stored) {
     if (!status.ok()) return reader->Corrupt(status.message());
     stored->moving_average.clear();
   }
-  const RowHead& head = reader->head();
+  const StatisticsRowHead& head = reader->head();
   stored->sources.push_back({head.source, static_cast<uint64_t>(head.sequence),
                              absl::FromUnixMicros(head.update_time_us)});
   return absl::OkStatus();
@@ -386,7 +387,7 @@ void MoveAverages(absl::Span<const core::Extremes> part, double constant,
 }
 
 // What CheckMergeable looks at, from the columns of a row.
-core::StatisticsState Outline(const RowHead& head,
+core::StatisticsState Outline(const StatisticsRowHead& head,
                               const core::ElementCounts& counts) {
   core::StatisticsState outline;
   outline.block_size = head.block_size;
@@ -482,7 +483,7 @@ class Merger {
     absl::StatusOr<bool> found = row->Step(kWhat);
     if (!found.ok()) return found.status();
     if (!*found) return absl::nullopt;
-    absl::StatusOr<RowHead> head = ReadHead(key_.tensor, *row);
+    absl::StatusOr<StatisticsRowHead> head = ReadHead(key_.tensor, *row);
     if (!head.ok()) return head.status();
     if (static_cast<int64_t>(key_.sequence) <= head->sequence) {
       return head->sequence;
@@ -569,7 +570,7 @@ class Merger {
     if (!found.ok()) return found.status();
     // Any one will do: all that are there go together.
     if (!*found) return absl::OkStatus();
-    absl::StatusOr<RowHead> other = ReadHead(key_.tensor, *row);
+    absl::StatusOr<StatisticsRowHead> other = ReadHead(key_.tensor, *row);
     if (!other.ok()) return other.status();
     return core::CheckMergeable(Outline(*other, {}), part_);
   }
@@ -724,7 +725,7 @@ class Merger {
     absl::StatusOr<bool> unchanged = IsUnchanged();
     if (!unchanged.ok() || !*unchanged) return unchanged;
     if (absl::Status s = CheckOthers(); !s.ok()) return s;
-    RowHead head;
+    StatisticsRowHead head;
     head.source = key_.source;
     head.sequence = static_cast<int64_t>(key_.sequence);
     head.update_time_us = absl::ToUnixMicros(absl::Now());
@@ -743,7 +744,8 @@ class Merger {
     const WriteAccount& account = key_.account;
     ReplacedRow replaced;
     if (!account.quotas.empty()) {
-      const std::unique_ptr<SqlStatement> row = Select(kSelectReplaced);
+      const std::unique_ptr<SqlStatement> row =
+          Select(kSelectReplacedStatistics);
       absl::StatusOr<bool> found = row->Step(kWhat);
       if (!found.ok()) return found.status();
       if (*found) replaced = {true, std::string(row->Bytes(0)), row->Int(1)};
@@ -751,7 +753,8 @@ class Merger {
     const std::string packed_block_size = Pack(head.block_size);
     const std::string packed_shape = Pack(head.shape);
     {
-      const std::unique_ptr<SqlStatement> row = connection_.Prepare(kUpsert);
+      const std::unique_ptr<SqlStatement> row =
+          connection_.Prepare(kUpsertStatistics);
       row->BindKey(key_.tensor);
       row->BindText(4, head.source);
       row->BindInt(5, head.sequence);
@@ -761,7 +764,8 @@ class Merger {
       row->BindBytes(9, packed_block_size);
       row->BindBytes(10, packed_shape);
       row->BindInt(11, static_cast<int64_t>(head.body_checksum));
-      row->BindInt(12, static_cast<int64_t>(HeadChecksum(key_.tensor, head)));
+      row->BindInt(
+          12, static_cast<int64_t>(StatisticsHeadChecksum(key_.tensor, head)));
       row->BindBytes(13, averages);
       row->BindBytes(14, body);
       row->BindText(15, account.principal);
@@ -780,7 +784,7 @@ class Merger {
   const core::GramState::Parts* const gram_;
   const double averaging_constant_;
   // The row that is there, if any, and what it and its largest piece take.
-  absl::optional<RowHead> before_;
+  absl::optional<StatisticsRowHead> before_;
   uint64_t before_checksum_ = 0;
   int64_t stored_bytes_ = 0;
   bool had_gram_ = false;
@@ -877,7 +881,7 @@ absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadSources(
       }
       if (!*found) break;
       if (!reader.has_value()) {
-        absl::StatusOr<RowHead> head = ReadHead(key, *row);
+        absl::StatusOr<StatisticsRowHead> head = ReadHead(key, *row);
         if (!head.ok()) return head.status();
         absl::Status proceeds =
             proceed(stored.state.statistics.memory_bytes() +
@@ -888,7 +892,7 @@ absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadSources(
       }
       if (absl::Status s = reader->Add(*row); !s.ok()) return s;
     }
-    return stored.sources.empty() ? NotFound(key) : absl::OkStatus();
+    return stored.sources.empty() ? NoSuchStatistics(key) : absl::OkStatus();
   };
   if (absl::Status s = database_->Read(read); !s.ok()) return s;
   return stored;
@@ -911,7 +915,7 @@ absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGrams(
     row->BindKey(key);
     row->BindText(4, source);
     bool is_there = false;
-    absl::optional<RowHead> head;
+    absl::optional<StatisticsRowHead> head;
     absl::optional<GramAssembler> assembler;
     while (true) {
       absl::StatusOr<bool> found = row->Step("cannot read a Gram matrix");
@@ -924,7 +928,7 @@ absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGrams(
       is_there = true;
       const int64_t piece = row->Int(9);
       if (piece < 0) {
-        absl::StatusOr<RowHead> without = ReadHead(key, *row);
+        absl::StatusOr<StatisticsRowHead> without = ReadHead(key, *row);
         if (!without.ok()) return without.status();
         // It had more, such as a Gram matrix.
         if (without->size_bytes != row->Int(12)) {
@@ -934,7 +938,7 @@ absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGrams(
       }
       const bool is_first = !assembler.has_value();
       if (is_first) {
-        absl::StatusOr<RowHead> of_source = ReadHead(key, *row);
+        absl::StatusOr<StatisticsRowHead> of_source = ReadHead(key, *row);
         if (!of_source.ok()) return of_source.status();
         head = *std::move(of_source);
         assembler.emplace(SourceVersion{key, head->source, head->sequence});
@@ -956,7 +960,7 @@ absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGrams(
       int64_t* const to = whole->code_sums.data() + assembler->first_sum();
       for (size_t i = 0; i < sums->size(); ++i) to[i] += (*sums)[i];
     }
-    return is_there ? absl::OkStatus() : NotFound(key);
+    return is_there ? absl::OkStatus() : NoSuchStatistics(key);
   };
   if (absl::Status s = database_->Read(read); !s.ok()) return s;
   if (!whole.has_value()) return absl::optional<core::GramState>();
@@ -1009,7 +1013,7 @@ SqlStatisticsStore::ReadMomentsOf(
       if (!*found) break;
       is_there = true;
       if (row->Int(9) < 0) continue;
-      const absl::StatusOr<RowHead> head = ReadHead(key, *row);
+      const absl::StatusOr<StatisticsRowHead> head = ReadHead(key, *row);
       if (!head.ok()) return head.status();
       absl::StatusOr<core::AxisMoments> part = ReadMomentsPiece(
           {key, head->source, head->sequence},
@@ -1025,7 +1029,7 @@ SqlStatisticsStore::ReadMomentsOf(
         return SourceCorruptError(key, head->source, status.message());
       }
     }
-    return is_there ? absl::OkStatus() : NotFound(key);
+    return is_there ? absl::OkStatus() : NoSuchStatistics(key);
   };
   if (absl::Status s = database_->Read(read); !s.ok()) return s;
   return whole;
@@ -1058,7 +1062,7 @@ SqlStatisticsStore::ListStatistics(absl::string_view model,
         entries.emplace_back().tensor = key.tensor;
       }
       StatisticsListEntry& entry = entries.back();
-      absl::StatusOr<RowHead> head = ReadHead(key, *row);
+      absl::StatusOr<StatisticsRowHead> head = ReadHead(key, *row);
       if (!head.ok()) {
         entry.error = head.status();
         continue;
@@ -1075,7 +1079,8 @@ SqlStatisticsStore::ListStatistics(absl::string_view model,
   const auto list_one_by_one = [&](SqlConnection& connection) -> absl::Status {
     std::vector<std::string> names = {std::string(after)};
     {
-      const std::unique_ptr<SqlStatement> row = connection.Prepare(kListNames);
+      const std::unique_ptr<SqlStatement> row =
+          connection.Prepare(kListStatisticsNames);
       bind(row.get(), after, limit);
       while (true) {
         absl::StatusOr<bool> found = row->Step("cannot list statistics");
@@ -1115,7 +1120,8 @@ absl::StatusOr<int64_t> SqlStatisticsStore::Check(
   while (true) {
     std::vector<ContributionKey> keys;
     const auto list = [&](SqlConnection& connection) -> absl::Status {
-      const std::unique_ptr<SqlStatement> row = connection.Prepare(kListKeys);
+      const std::unique_ptr<SqlStatement> row =
+          connection.Prepare(kListStatisticsKeys);
       row->BindKey(last.tensor);
       row->BindText(4, last.source);
       while (true) {
@@ -1150,7 +1156,7 @@ absl::StatusOr<int64_t> SqlStatisticsStore::Check(
   }
   const auto list = [&](SqlConnection& connection) -> absl::Status {
     const std::unique_ptr<SqlStatement> row =
-        connection.Prepare(kListLostPieces);
+        connection.Prepare(kListLostStatisticsPieces);
     while (true) {
       absl::StatusOr<bool> found = row->Step("cannot list statistics");
       if (!found.ok()) return found.status();
@@ -1178,14 +1184,15 @@ absl::Status SqlStatisticsStore::DeleteStatisticsUpTo(const EncodingKey& key,
       row->BindInt(4, absl::ToUnixMicros(update_time));
       absl::StatusOr<bool> found = row->Step("cannot delete statistics");
       if (!found.ok()) return found.status();
-      if (*found) return NotFound(key);
+      if (*found) return NoSuchStatistics(key);
     }
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kDelete);
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kDeleteStatisticsRow);
     row->BindKey(key);
     row->BindText(4, "");
     absl::StatusOr<bool> found = row->Step("cannot delete statistics");
     if (!found.ok()) return found.status();
-    return *found ? absl::OkStatus() : NotFound(key);
+    return *found ? absl::OkStatus() : NoSuchStatistics(key);
   });
 }
 
@@ -1193,13 +1200,14 @@ absl::Status SqlStatisticsStore::DeleteStatistics(const EncodingKey& key,
                                                   absl::string_view source) {
   return database_->Write([&](SqlConnection& connection) -> absl::Status {
     if (absl::Status s = connection.LockTensor(key); !s.ok()) return s;
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kDelete);
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kDeleteStatisticsRow);
     row->BindKey(key);
     row->BindText(4, source);
     // All rows are deleted before the first one is answered.
     absl::StatusOr<bool> found = row->Step("cannot delete statistics");
     if (!found.ok()) return found.status();
-    return *found ? absl::OkStatus() : NotFound(key);
+    return *found ? absl::OkStatus() : NoSuchStatistics(key);
   });
 }
 

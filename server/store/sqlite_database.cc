@@ -31,12 +31,12 @@ constexpr int kReaderCount = 4;
 constexpr int kBusyTimeoutMs = 5000;
 constexpr int kApplicationId = 0x716e7464;  // "qntd"
 
-constexpr char kBegin[] = "BEGIN IMMEDIATE";
-constexpr char kCommit[] = "COMMIT";
-constexpr char kRollback[] = "ROLLBACK";
+constexpr char kSqliteBegin[] = "BEGIN IMMEDIATE";
+constexpr char kSqliteCommit[] = "COMMIT";
+constexpr char kSqliteRollback[] = "ROLLBACK";
 constexpr char kDataVersion[] = "PRAGMA data_version";
 constexpr char kCheck[] = "PRAGMA integrity_check";
-constexpr char kNextGeneration[] =
+constexpr char kSqliteNextGeneration[] =
     "UPDATE generations SET last = last + 1 WHERE id = 0 RETURNING last";
 // Of a file that has no tables yet, or is about to be written anew.
 constexpr char kAutoVacuum[] = "PRAGMA auto_vacuum = INCREMENTAL";
@@ -52,7 +52,7 @@ constexpr int64_t kIncremental = 2;
 // until none is.
 constexpr int64_t kKeptFreePages = 256;
 constexpr int64_t kKeptFreePart = 32;
-constexpr char kPing[] = "SELECT last FROM generations WHERE id = 0";
+constexpr char kSqlitePing[] = "SELECT last FROM generations WHERE id = 0";
 
 // They count what is in a table, in the transaction of the change.
 // `is_encodings`  the table is of encodings, otherwise of statistics.
@@ -491,7 +491,7 @@ std::unique_ptr<SqlStatement> SqliteConnection::Prepare(const char* sql) {
 }
 
 absl::StatusOr<int64_t> SqliteConnection::NextGeneration() {
-  const std::unique_ptr<SqlStatement> row = Prepare(kNextGeneration);
+  const std::unique_ptr<SqlStatement> row = Prepare(kSqliteNextGeneration);
   absl::StatusOr<bool> found = row->Step("cannot count a generation");
   if (!found.ok()) return found.status();
   if (!*found) {
@@ -553,10 +553,10 @@ absl::Status SqliteConnection::Migrate() {
   // Names stand in the index of the keys. Where that is damaged, rows are read
   // without it.
   for (const char* access : {"", "NOT INDEXED"}) {
-    if (absl::Status s = Run(kBegin); !s.ok()) return s;
+    if (absl::Status s = Run(kSqliteBegin); !s.ok()) return s;
     status = MigrateInTransaction(access);
-    if (status.ok()) status = Run(kCommit);
-    if (!status.ok()) Run(kRollback).IgnoreError();
+    if (status.ok()) status = Run(kSqliteCommit);
+    if (!status.ok()) Run(kSqliteRollback).IgnoreError();
     if (!absl::IsDataLoss(status)) break;
   }
   return status;
@@ -695,11 +695,12 @@ absl::Status SqliteDatabase::Write(
 
 absl::Status SqliteDatabase::WriteLocked(
     absl::FunctionRef<absl::Status(SqlConnection&)> body) {
-  if (absl::Status status = writer_->Run(kBegin); !status.ok()) return status;
+  if (absl::Status status = writer_->Run(kSqliteBegin); !status.ok())
+    return status;
   absl::Status status = body(*writer_);
-  if (status.ok()) status = writer_->Run(kCommit);
+  if (status.ok()) status = writer_->Run(kSqliteCommit);
   // Some errors have rolled back by themselves; then this one fails.
-  if (!status.ok()) writer_->Run(kRollback).IgnoreError();
+  if (!status.ok()) writer_->Run(kSqliteRollback).IgnoreError();
   return status;
 }
 
@@ -802,7 +803,7 @@ absl::Status SqliteDatabase::Compact() {
 
 absl::Status SqliteDatabase::Ping() {
   return Read([](SqlConnection& connection) -> absl::Status {
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kPing);
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kSqlitePing);
     absl::StatusOr<bool> found = row->Step("cannot read the store");
     if (!found.ok()) return found.status();
     if (!*found) {

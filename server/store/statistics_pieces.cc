@@ -15,9 +15,10 @@
 namespace quantd::server {
 namespace {
 
-constexpr absl::string_view kWhat = "cannot contribute statistics";
+constexpr absl::string_view kCannotAddStatistics =
+    "cannot contribute statistics";
 
-constexpr char kWrite[] =
+constexpr char kWriteStatisticsPiece[] =
     "INSERT INTO statistics_pieces (model, revision, tensor, source, sequence, "
     "piece, checksum, bytes) VALUES ($1, $2, $3, $4, $5, $6, $7, $8) "
     "ON CONFLICT (model, revision, tensor, source, sequence, piece) "
@@ -28,7 +29,7 @@ constexpr char kDeleteOthers[] =
     "AND (sequence <> $5 OR piece < 0 "
     "OR (piece >= $6 AND piece < 549755813888) "
     "OR (piece >= $7 AND piece < 1099511627776) OR piece >= $8)";
-constexpr char kRead[] =
+constexpr char kReadStatisticsPiece[] =
     "SELECT checksum, bytes FROM statistics_pieces WHERE model = $1 "
     "AND revision = $2 AND tensor = $3 AND source = $4 AND sequence = $5 "
     "AND piece = $6";
@@ -68,18 +69,20 @@ absl::StatusOr<uint64_t> WritePiece(SqlConnection* connection,
                                     const SourceVersion& version, int64_t piece,
                                     absl::string_view bytes) {
   const uint64_t checksum = PieceChecksum(version, piece, bytes);
-  const std::unique_ptr<SqlStatement> row = connection->Prepare(kWrite);
+  const std::unique_ptr<SqlStatement> row =
+      connection->Prepare(kWriteStatisticsPiece);
   Bind(version, piece, row.get());
   row->BindInt(7, static_cast<int64_t>(checksum));
   row->BindBytes(8, bytes);
-  if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
+  if (absl::Status s = row->Step(kCannotAddStatistics).status(); !s.ok())
+    return s;
   return checksum;
 }
 
 std::unique_ptr<SqlStatement> SelectPiece(SqlConnection* connection,
                                           const SourceVersion& version,
                                           int64_t piece) {
-  std::unique_ptr<SqlStatement> row = connection->Prepare(kRead);
+  std::unique_ptr<SqlStatement> row = connection->Prepare(kReadStatisticsPiece);
   Bind(version, piece, row.get());
   return row;
 }
@@ -116,7 +119,7 @@ absl::Status PieceWriter::DeleteOthers(int64_t moments_end, int64_t gram_end) {
   Bind(version_, count_, row.get());
   row->BindInt(7, moments_end);
   row->BindInt(8, gram_end);
-  return row->Step(kWhat).status();
+  return row->Step(kCannotAddStatistics).status();
 }
 
 absl::StatusOr<const v1::Histogram*> PieceReader::Next() {
@@ -125,7 +128,7 @@ absl::StatusOr<const v1::Histogram*> PieceReader::Next() {
     v1::StatisticsState().Swap(&piece_);
     const std::unique_ptr<SqlStatement> row =
         SelectPiece(connection_, version_, next_piece_);
-    absl::StatusOr<bool> found = row->Step(kWhat);
+    absl::StatusOr<bool> found = row->Step(kCannotAddStatistics);
     if (!found.ok()) return found.status();
     if (!*found) return nullptr;
     const auto checksum = static_cast<uint64_t>(row->Int(0));

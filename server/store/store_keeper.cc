@@ -20,7 +20,7 @@ namespace {
 
 constexpr char kNextModel[] =
     "SELECT model FROM revision_counts WHERE model > $1 ORDER BY model LIMIT 1";
-constexpr char kListRevisions[] =
+constexpr char kListUnusedRevisions[] =
     "SELECT revision, MAX(update_time_us), CAST(SUM(bytes) AS BIGINT), "
     "CAST(SUM(encodings + statistics) AS BIGINT) FROM revision_counts "
     "WHERE model = $1 GROUP BY revision ORDER BY revision";
@@ -186,7 +186,7 @@ absl::StatusOr<std::vector<RevisionUsage>> StoreKeeper::ListRevisions(
   std::vector<RevisionUsage> revisions;
   const auto read = [&](SqlConnection& connection) -> absl::Status {
     const std::unique_ptr<SqlStatement> row =
-        connection.Prepare(kListRevisions);
+        connection.Prepare(kListUnusedRevisions);
     row->BindText(1, model);
     while (true) {
       absl::StatusOr<bool> found = row->Step("cannot list revisions");

@@ -19,20 +19,20 @@ namespace {
 using ::google::protobuf::internal::WireFormatLite;
 using ::google::protobuf::io::CodedOutputStream;
 
-constexpr int kHeader = v1::QuantizeResponse::kHeaderFieldNumber;
-constexpr int kOffset = v1::QuantizeResponse::kOffsetFieldNumber;
-constexpr int kData = v1::QuantizeResponse::kDataFieldNumber;
-constexpr int kSummary = v1::QuantizeResponse::kSummaryFieldNumber;
+constexpr int kHeaderOut = v1::QuantizeResponse::kHeaderFieldNumber;
+constexpr int kOffsetOut = v1::QuantizeResponse::kOffsetFieldNumber;
+constexpr int kDataOut = v1::QuantizeResponse::kDataFieldNumber;
+constexpr int kSummaryOut = v1::QuantizeResponse::kSummaryFieldNumber;
 constexpr int kError = v1::QuantizeResponse::kErrorFieldNumber;
-constexpr int kScales = v1::QuantizeResponse::kScalesFieldNumber;
+constexpr int kScalesOut = v1::QuantizeResponse::kScalesFieldNumber;
 
-static_assert(v1::DequantizeResponse::kHeaderFieldNumber == kHeader);
-static_assert(v1::DequantizeResponse::kOffsetFieldNumber == kOffset);
-static_assert(v1::DequantizeResponse::kDataFieldNumber == kData);
+static_assert(v1::DequantizeResponse::kHeaderFieldNumber == kHeaderOut);
+static_assert(v1::DequantizeResponse::kOffsetFieldNumber == kOffsetOut);
+static_assert(v1::DequantizeResponse::kDataFieldNumber == kDataOut);
 
 template <typename Response>
 constexpr bool EndsAlike() {
-  return Response::kSummaryFieldNumber == kSummary &&
+  return Response::kSummaryFieldNumber == kSummaryOut &&
          Response::kErrorFieldNumber == kError;
 }
 static_assert(EndsAlike<v1::CalibrateResponse>());
@@ -66,12 +66,12 @@ uint8_t* MutableBegin(grpc::Slice& slice) {
 }  // namespace
 
 void ChunkWriter::SetHeader(const google::protobuf::MessageLite& header) {
-  header_ = Field(kHeader, header);
+  header_ = Field(kHeaderOut, header);
 }
 
 void ChunkWriter::AddScales(const google::protobuf::MessageLite& scales) {
   if (has_data_ || !scales_.empty()) Flush();
-  scales_ = Field(kScales, scales);
+  scales_ = Field(kScalesOut, scales);
 }
 
 uint8_t* ChunkWriter::AddData(int64_t offset_bytes, int64_t size) {
@@ -79,10 +79,10 @@ uint8_t* ChunkWriter::AddData(int64_t offset_bytes, int64_t size) {
   uint8_t prefix[kMaxPrefixBytes];
   uint8_t* end = prefix;
   if (offset_bytes != 0) {
-    end = WireFormatLite::WriteUInt64ToArray(kOffset, offset_bytes, end);
+    end = WireFormatLite::WriteUInt64ToArray(kOffsetOut, offset_bytes, end);
   }
   end = WireFormatLite::WriteTagToArray(
-      kData, WireFormatLite::WIRETYPE_LENGTH_DELIMITED, end);
+      kDataOut, WireFormatLite::WIRETYPE_LENGTH_DELIMITED, end);
   end = CodedOutputStream::WriteVarint64ToArray(size, end);
   const size_t prefix_bytes = end - prefix;
   data_ = grpc::Slice(header_.size() + prefix_bytes + size);
@@ -96,7 +96,7 @@ uint8_t* ChunkWriter::AddData(int64_t offset_bytes, int64_t size) {
 }
 
 void ChunkWriter::SetSummary(const google::protobuf::MessageLite& summary) {
-  trailer_ = Field(kSummary, summary);
+  trailer_ = Field(kSummaryOut, summary);
   Flush();
   closed_ = finished_.size();
 }

@@ -31,12 +31,12 @@ constexpr size_t kMaxHeadBytes = size_t{4} << 20;
 constexpr int64_t kStatisticsCopies = 2;
 
 template <typename... Parts>
-absl::Status Invalid(const Parts&... what) {
+absl::Status AddedStateInvalid(const Parts&... what) {
   return core::StatisticsInvalidError(absl::StrCat(what...));
 }
 
 absl::Status Malformed() {
-  return Invalid("the bytes are not a ContributionState");
+  return AddedStateInvalid("the bytes are not a ContributionState");
 }
 
 uint32_t TagOf(int field) { return WireFormatLite::MakeTag(field, kDelimited); }
@@ -70,8 +70,8 @@ absl::Status SplitGram(absl::string_view bytes,
       absl::string_view sums;
       if (!ReadDelimited(&in, bytes, &sums)) return Malformed();
       if (sums.size() % sizeof(int64_t) != 0) {
-        return Invalid("the sums of the Gram state take ", sums.size(),
-                       " bytes, expected 8 for each");
+        return AddedStateInvalid("the sums of the Gram state take ",
+                                 sums.size(), " bytes, expected 8 for each");
       }
       contribution->gram_sums.push_back(sums);
       continue;
@@ -80,8 +80,8 @@ absl::Status SplitGram(absl::string_view bytes,
     const int end = in.CurrentPosition();
     absl::StrAppend(&head_bytes, bytes.substr(begin, end - begin));
     if (head_bytes.size() > kMaxHeadBytes) {
-      return Invalid("the Gram state has more than ", kMaxHeadBytes,
-                     " bytes beside its sums, which it packs");
+      return AddedStateInvalid("the Gram state has more than ", kMaxHeadBytes,
+                               " bytes beside its sums, which it packs");
     }
   }
   v1::GramState head;
@@ -93,7 +93,7 @@ absl::Status SplitGram(absl::string_view bytes,
       head.rows() > kMax || head.left_out_rows() > kMax ||
       head.clipped_count() > kMax ||
       !v1::GramState::GetReflection()->GetUnknownFields(head).empty()) {
-    return Invalid(
+    return AddedStateInvalid(
         "the Gram state has sums that are not packed, a count above ", kMax,
         ", or a field that is not known");
   }
@@ -135,7 +135,8 @@ absl::StatusOr<ContributionStateBytes> SplitContributionState(
       return Malformed();
     }
     bool& has_it = tag == gram_tag ? has_gram : has_statistics;
-    if (has_it) return Invalid("a part of the ContributionState comes twice");
+    if (has_it)
+      return AddedStateInvalid("a part of the ContributionState comes twice");
     has_it = true;
     if (tag == statistics_tag) {
       contribution.statistics = value;
@@ -145,7 +146,7 @@ absl::StatusOr<ContributionStateBytes> SplitContributionState(
   }
   if (!in.ConsumedEntireMessage()) return Malformed();
   if (!has_statistics)
-    return Invalid("the ContributionState has no statistics");
+    return AddedStateInvalid("the ContributionState has no statistics");
   const absl::StatusOr<int64_t> parsed =
       ParsedStatisticsBytes(contribution.statistics);
   if (!parsed.ok()) return parsed.status();
@@ -194,10 +195,11 @@ absl::Status CheckGramRows(const core::GramState& gram,
   if (counts.total % features != 0 || all_rows != counts.total / features ||
       gram.left_out_rows() > non_finite ||
       (non_finite + features - 1) / features > gram.left_out_rows()) {
-    return Invalid("the Gram state is of ", gram.rows(), " rows and ",
-                   gram.left_out_rows(), " left out, with ", features,
-                   " features each, which ", counts.total, " elements, ",
-                   non_finite, " of them not finite, do not give");
+    return AddedStateInvalid("the Gram state is of ", gram.rows(), " rows and ",
+                             gram.left_out_rows(), " left out, with ", features,
+                             " features each, which ", counts.total,
+                             " elements, ", non_finite,
+                             " of them not finite, do not give");
   }
   return absl::OkStatus();
 }

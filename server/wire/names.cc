@@ -19,7 +19,7 @@ constexpr size_t kMaxTensorNameBytes = 1024;
 // Enough of a bad name to recognise it by.
 constexpr size_t kShownBytes = 64;
 
-std::string Shown(absl::string_view name) {
+std::string QuotedStart(absl::string_view name) {
   return absl::StrCat("\"", absl::Utf8SafeCEscape(name.substr(0, kShownBytes)),
                       name.size() > kShownBytes ? "...\"" : "\"");
 }
@@ -62,7 +62,7 @@ absl::Status CheckPathName(absl::string_view kind, absl::string_view name) {
   for (const char c : name) valid = valid && IsPathNameCharacter(c);
   if (!valid) {
     return core::NameInvalidError(
-        absl::StrCat(kind, " is ", Shown(name),
+        absl::StrCat(kind, " is ", QuotedStart(name),
                      ", expected letters, digits, \".\", \"_\", \"/\" and "
                      "\"-\", no \"..\" and no leading \"/\""));
   }
@@ -85,7 +85,7 @@ absl::Status CheckTensorName(absl::string_view name) {
         (lead == 0xC2 && length == 2 && static_cast<uint8_t>(rest[1]) < 0xA0);
     if (length == 0 || control) {
       return core::NameInvalidError(
-          absl::StrCat("tensor is ", Shown(name),
+          absl::StrCat("tensor is ", QuotedStart(name),
                        ", expected UTF-8 without control characters"));
     }
     rest.remove_prefix(length);

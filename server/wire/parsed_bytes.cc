@@ -21,7 +21,7 @@ using ::google::protobuf::io::CodedInputStream;
 // What each takes beside its bytes, with what the allocator adds. Messages of
 // ours have less than twenty fields.
 constexpr int64_t kMessageBytes = 384;
-constexpr int64_t kStringBytes = 96;
+constexpr int64_t kParsedStringBytes = 96;
 constexpr int64_t kNumberBytes = 16;
 constexpr int64_t kUnknownBytes = 160;
 // Arrays double while they grow.
@@ -101,7 +101,7 @@ class Scanner {
         return true;
       }
       case FieldDescriptor::CPPTYPE_STRING:
-        return Take(kStringBytes + size) && in_->Skip(size);
+        return Take(kParsedStringBytes + size) && in_->Skip(size);
       default:
         return Take(kNumberBytes + kGrowth * MostArrayBytes(*field, size)) &&
                in_->Skip(size);

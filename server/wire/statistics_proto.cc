@@ -22,10 +22,10 @@
 namespace quantd::server {
 namespace {
 
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kStateVersion = 1;
 
 template <typename... Parts>
-absl::Status Invalid(const Parts&... what) {
+absl::Status StateInvalid(const Parts&... what) {
   return core::StatisticsInvalidError(absl::StrCat(what...));
 }
 
@@ -33,16 +33,16 @@ absl::StatusOr<core::ElementCounts> CountsFromProto(
     const v1::TensorStatistics& proto, int mantissa_bits) {
   const uint64_t limit = core::MaxElementCount(mantissa_bits);
   if (proto.count() > limit) {
-    return Invalid("the statistics are of ", proto.count(),
-                   " elements, expected at most ", limit);
+    return StateInvalid("the statistics are of ", proto.count(),
+                        " elements, expected at most ", limit);
   }
   uint64_t room = proto.count();
   for (const uint64_t count :
        {proto.nan_count(), proto.positive_infinity_count(),
         proto.negative_infinity_count(), proto.zero_count()}) {
     if (count > room) {
-      return Invalid("NaN, infinities and zeros are more than the ",
-                     proto.count(), " elements");
+      return StateInvalid("NaN, infinities and zeros are more than the ",
+                          proto.count(), " elements");
     }
     room -= count;
   }
@@ -74,13 +74,13 @@ core::ExactSums SumsFromProto(const v1::ExactSums& proto) {
 // Checks that some bin.count elements with low bits from `lowest` to `highest`
 // could have the sums of `bin`.
 // Requires: bin.count > 0, and not above MaxElementCount.
-absl::Status CheckMoments(const core::HistogramBin& bin, uint64_t lowest,
-                          uint64_t highest) {
+absl::Status CheckBinMoments(const core::HistogramBin& bin, uint64_t lowest,
+                             uint64_t highest) {
   const uint64_t count = bin.count;
   const uint64_t sum = bin.low_sum;
   if (sum < count * lowest || sum > count * highest) {
-    return Invalid("the low bits of ", count, " elements sum up to ", sum,
-                   ", expected ", count * lowest, " to ", count * highest);
+    return StateInvalid("the low bits of ", count, " elements sum up to ", sum,
+                        ", expected ", count * lowest, " to ", count * highest);
   }
   // The sum of squares is smallest when all are as equal as integers can be,
   // and largest when all but one are at an end.
@@ -98,9 +98,9 @@ absl::Status CheckMoments(const core::HistogramBin& bin, uint64_t lowest,
   // x and x^2 are odd or even together.
   if (bin.low_square_sum < smallest || bin.low_square_sum > largest ||
       (absl::Uint128Low64(bin.low_square_sum) ^ sum) & 1) {
-    return Invalid("the squares of the low bits of ", count,
-                   " elements with the sum ", sum,
-                   " cannot sum up to what they do");
+    return StateInvalid("the squares of the low bits of ", count,
+                        " elements with the sum ", sum,
+                        " cannot sum up to what they do");
   }
   return absl::OkStatus();
 }
@@ -110,14 +110,14 @@ absl::StatusOr<core::Extremes> ExtremesFromProto(
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   if (histogram.count() == 0) {
     if (min != kInfinity || max != -kInfinity) {
-      return Invalid("the extremes of no element are ", min, " and ", max,
-                     ", expected +Inf and -Inf");
+      return StateInvalid("the extremes of no element are ", min, " and ", max,
+                          ", expected +Inf and -Inf");
     }
     return core::Extremes{min, max};
   }
   if (!std::isfinite(min) || !std::isfinite(max) || min > max) {
-    return Invalid("the extremes are ", min, " and ", max,
-                   ", expected finite ones in order");
+    return StateInvalid("the extremes are ", min, " and ", max,
+                        ", expected finite ones in order");
   }
   uint32_t first_key = 0, last_key = 0;
   bool is_first = true;
@@ -135,8 +135,8 @@ absl::StatusOr<core::Extremes> ExtremesFromProto(
     return core::HistogramKey(rounded, histogram.mantissa_bits());
   };
   if (key(min) != first_key || key(max) != last_key) {
-    return Invalid("the extremes are ", min, " and ", max,
-                   ", which are not in the first and the last bin");
+    return StateInvalid("the extremes are ", min, " and ", max,
+                        ", which are not in the first and the last bin");
   }
   // -0 counts as +0.
   return core::Extremes{min + 0.0, max + 0.0};
@@ -163,7 +163,7 @@ void OutlineToProto(const core::StatisticsState& state, int mantissa_bits,
                     v1::StatisticsState* proto) {
   const core::TensorStatistics& statistics = state.statistics;
   proto->Clear();
-  proto->set_version(kVersion);
+  proto->set_version(kStateVersion);
   proto->set_mantissa_bits(mantissa_bits);
   for (const int64_t size : core::CanonicalBlockSize(state.block_size)) {
     proto->add_block_size(size);
@@ -213,12 +213,12 @@ absl::StatusOr<core::Histogram> HistogramFromProto(const v1::Histogram& proto,
       proto.low_square_sum_size() != size ||
       (proto.low_square_sum_high_size() != 0 &&
        proto.low_square_sum_high_size() != size)) {
-    return Invalid("there are ", size, " keys, ", proto.count_size(),
-                   " counts, ", proto.low_sum_size(), " sums, ",
-                   proto.low_square_sum_size(), " and ",
-                   proto.low_square_sum_high_size(),
-                   " halves of sums of squares, expected as many of each, or "
-                   "no high halves");
+    return StateInvalid(
+        "there are ", size, " keys, ", proto.count_size(), " counts, ",
+        proto.low_sum_size(), " sums, ", proto.low_square_sum_size(), " and ",
+        proto.low_square_sum_high_size(),
+        " halves of sums of squares, expected as many of each, or "
+        "no high halves");
   }
   const uint64_t highest = (uint64_t{1} << (23 - mantissa_bits)) - 1;
   core::Histogram histogram(mantissa_bits);
@@ -226,16 +226,18 @@ absl::StatusOr<core::Histogram> HistogramFromProto(const v1::Histogram& proto,
   for (int i = 0; i < size; ++i) {
     key += proto.key_delta(i);
     if (i > 0 && proto.key_delta(i) == 0) {
-      return Invalid("key ", i, " is the one before, expected ascending keys");
+      return StateInvalid("key ", i,
+                          " is the one before, expected ascending keys");
     }
     if (key >> (9 + mantissa_bits) != 0) {
-      return Invalid("key ", i, " is ", key, ", expected at most ",
-                     9 + mantissa_bits, " bits");
+      return StateInvalid("key ", i, " is ", key, ", expected at most ",
+                          9 + mantissa_bits, " bits");
     }
     const core::BinEdges edges =
         core::HistogramBinEdges(static_cast<uint32_t>(key), mantissa_bits);
     if (!std::isfinite(edges.low) || !std::isfinite(edges.high)) {
-      return Invalid("key ", i, " is ", key, ", which no finite element has");
+      return StateInvalid("key ", i, " is ", key,
+                          ", which no finite element has");
     }
     const core::HistogramBin bin{
         proto.count(i), proto.low_sum(i),
@@ -244,14 +246,15 @@ absl::StatusOr<core::Histogram> HistogramFromProto(const v1::Histogram& proto,
                               : 0,
                           proto.low_square_sum(i))};
     if (bin.count == 0 || bin.count > count_limit) {
-      return Invalid("bin ", i, " has ", bin.count, " elements, expected 1 to ",
-                     count_limit, ", the finite ones that are left");
+      return StateInvalid("bin ", i, " has ", bin.count,
+                          " elements, expected 1 to ", count_limit,
+                          ", the finite ones that are left");
     }
     count_limit -= bin.count;
     // -0 would be the first of its bin, but counts as +0.
     const uint64_t lowest = edges.high == 0 && std::signbit(edges.high) ? 1 : 0;
-    if (absl::Status s = CheckMoments(bin, lowest, highest); !s.ok()) {
-      return Invalid("bin ", i, ": ", core::ErrorText(s));
+    if (absl::Status s = CheckBinMoments(bin, lowest, highest); !s.ok()) {
+      return StateInvalid("bin ", i, ": ", core::ErrorText(s));
     }
     histogram.AddBin(static_cast<uint32_t>(key), bin);
   }
@@ -260,14 +263,15 @@ absl::StatusOr<core::Histogram> HistogramFromProto(const v1::Histogram& proto,
 
 absl::StatusOr<core::StatisticsState> OutlineFromProto(
     const v1::StatisticsState& proto) {
-  if (proto.version() != kVersion) {
-    return Invalid("the version is ", proto.version(), ", expected ", kVersion);
+  if (proto.version() != kStateVersion) {
+    return StateInvalid("the version is ", proto.version(), ", expected ",
+                        kStateVersion);
   }
   if (proto.mantissa_bits() < core::kMinMantissaBits ||
       proto.mantissa_bits() > core::kMaxMantissaBits) {
-    return Invalid("there are ", proto.mantissa_bits(),
-                   " mantissa bits, expected ", core::kMinMantissaBits, " to ",
-                   core::kMaxMantissaBits);
+    return StateInvalid("there are ", proto.mantissa_bits(),
+                        " mantissa bits, expected ", core::kMinMantissaBits,
+                        " to ", core::kMaxMantissaBits);
   }
   const int mantissa_bits = static_cast<int>(proto.mantissa_bits());
 
@@ -276,13 +280,13 @@ absl::StatusOr<core::StatisticsState> OutlineFromProto(
   state.shape.assign(proto.shape().begin(), proto.shape().end());
   const absl::StatusOr<core::BlockLayout> layout =
       core::BlockLayout::Create(state.shape, proto.block_size());
-  if (!layout.ok()) return Invalid(core::ErrorText(layout.status()));
+  if (!layout.ok()) return StateInvalid(core::ErrorText(layout.status()));
   // What is allocated from here on follows these lists, which are there.
   const int64_t scale_count = layout->scale_count();
   if (proto.min_size() != scale_count || proto.max_size() != scale_count) {
-    return Invalid("there are ", proto.min_size(), " minima and ",
-                   proto.max_size(), " maxima, expected ", scale_count,
-                   " of each, one per scale index");
+    return StateInvalid("there are ", proto.min_size(), " minima and ",
+                        proto.max_size(), " maxima, expected ", scale_count,
+                        " of each, one per scale index");
   }
 
   const absl::StatusOr<core::ElementCounts> counts =
@@ -295,18 +299,18 @@ absl::StatusOr<core::StatisticsState> OutlineFromProto(
     if (index >= static_cast<uint64_t>(scale_count) ||
         (!non_finite.empty() &&
          static_cast<int64_t>(index) <= non_finite.back())) {
-      return Invalid("non-finite scale index ", index,
-                     " is out of place, expected ascending ones below ",
-                     scale_count);
+      return StateInvalid("non-finite scale index ", index,
+                          " is out of place, expected ascending ones below ",
+                          scale_count);
     }
     non_finite.push_back(static_cast<int64_t>(index));
   }
   if (static_cast<int64_t>(non_finite.size()) > non_finite_count ||
       (non_finite.empty() && non_finite_count > 0)) {
-    return Invalid(non_finite.size(), " scale indices have the ",
-                   non_finite_count,
-                   " non-finite elements, expected no more indices than "
-                   "elements, and some if there are any");
+    return StateInvalid(non_finite.size(), " scale indices have the ",
+                        non_finite_count,
+                        " non-finite elements, expected no more indices than "
+                        "elements, and some if there are any");
   }
 
   std::vector<core::Extremes> extremes;
@@ -325,9 +329,9 @@ absl::StatusOr<core::StatisticsState> StateFromProto(
   if (!state.ok()) return state;
   const core::TensorStatistics outline = std::move(state->statistics);
   if (proto.histograms_size() != outline.scale_count()) {
-    return Invalid("there are ", proto.histograms_size(),
-                   " histograms, expected ", outline.scale_count(),
-                   ", one per scale index");
+    return StateInvalid("there are ", proto.histograms_size(),
+                        " histograms, expected ", outline.scale_count(),
+                        ", one per scale index");
   }
   const int mantissa_bits = static_cast<int>(proto.mantissa_bits());
   const core::ElementCounts& counts = outline.counts();
@@ -344,15 +348,15 @@ absl::StatusOr<core::StatisticsState> StateFromProto(
     absl::StatusOr<core::Histogram> histogram =
         HistogramFromProto(proto.histograms(i), mantissa_bits, room);
     if (!histogram.ok()) {
-      return Invalid("histogram ", i, ": ",
-                     core::ErrorText(histogram.status()));
+      return StateInvalid("histogram ", i, ": ",
+                          core::ErrorText(histogram.status()));
     }
     room -= histogram->count();
     const absl::StatusOr<core::Extremes> checked =
         ExtremesFromProto(proto.min(i), proto.max(i), *histogram);
     if (!checked.ok()) {
-      return Invalid("scale index ", i, ": ",
-                     core::ErrorText(checked.status()));
+      return StateInvalid("scale index ", i, ": ",
+                          core::ErrorText(checked.status()));
     }
     extremes.push_back(*checked);
     histogram->ForEachBin([&](uint32_t key, const core::HistogramBin& bin) {
@@ -361,12 +365,12 @@ absl::StatusOr<core::StatisticsState> StateFromProto(
     histograms.push_back(*std::move(histogram));
   }
   if (room != 0) {
-    return Invalid("the histograms lack ", room, " of the ",
-                   counts.total - non_finite_count, " finite elements");
+    return StateInvalid("the histograms lack ", room, " of the ",
+                        counts.total - non_finite_count, " finite elements");
   }
   if (static_cast<uint64_t>(counts.zero) > zero_bin_count) {
-    return Invalid(counts.zero, " elements are zero, expected at most ",
-                   zero_bin_count, ", those of the bins of zero");
+    return StateInvalid(counts.zero, " elements are zero, expected at most ",
+                        zero_bin_count, ", those of the bins of zero");
   }
   const std::vector<int64_t> non_finite(proto.non_finite_scale_index().begin(),
                                         proto.non_finite_scale_index().end());
@@ -377,9 +381,9 @@ absl::StatusOr<core::StatisticsState> StateFromProto(
   const double min = overall.empty() ? 0 : overall.min;
   const double max = overall.empty() ? 0 : overall.max;
   if (proto.statistics().min() != min || proto.statistics().max() != max) {
-    return Invalid("the extremes are ", proto.statistics().min(), " and ",
-                   proto.statistics().max(), ", expected ", min, " and ", max,
-                   ", those over all scale indices");
+    return StateInvalid("the extremes are ", proto.statistics().min(), " and ",
+                        proto.statistics().max(), ", expected ", min, " and ",
+                        max, ", those over all scale indices");
   }
   return state;
 }

@@ -99,7 +99,7 @@ absl::string_view Beginning(absl::string_view text, size_t max_bytes) {
 }
 
 // What clients are told: a status always has a reason, and a bounded size.
-absl::Status Shown(const absl::Status& status) {
+absl::Status PrintableStatus(const absl::Status& status) {
   const bool has_reason = !core::ErrorReason(status).empty();
   std::string message =
       absl::StrCat(has_reason ? "" : "INTERNAL: ", status.message());
@@ -119,13 +119,13 @@ absl::Status Shown(const absl::Status& status) {
 
 grpc::Status ToGrpcStatus(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
-  const absl::Status shown = Shown(status);
+  const absl::Status shown = PrintableStatus(status);
   return grpc::Status(static_cast<grpc::StatusCode>(shown.code()),
                       std::string(shown.message()), RpcStatus(shown));
 }
 
 v1::TensorError ToTensorError(const absl::Status& status) {
-  const absl::Status shown = Shown(status);
+  const absl::Status shown = PrintableStatus(status);
   v1::TensorError error;
   error.set_code(static_cast<int32_t>(shown.code()));
   error.set_reason(std::string(core::ErrorReason(shown)));
