@@ -14,6 +14,7 @@
 #define QUANTD_CORE_PARALLEL_STOP_TOKEN_H_
 
 #include <atomic>
+#include <cstdint>
 
 #include "absl/status/status.h"
 
@@ -28,13 +29,23 @@ class StopToken {
   StopToken() = default;
   // Stopped from when `*flag` is true, which outlives all copies.
   explicit StopToken(const std::atomic<bool>* flag) : flag_(flag) {}
+  // Stopped after `*looks_left` more looks, each of which takes 1 off, below 0
+  // too. `*looks_left` outlives all copies. For tests: what they stop ends at
+  // the same step on a slow machine as on a fast one, and they can count.
+  static StopToken AfterLooks(std::atomic<int64_t>* looks_left) {
+    StopToken token;
+    token.looks_left_ = looks_left;
+    return token;
+  }
 
   bool stopped() const {
-    return flag_ != nullptr && flag_->load(std::memory_order_relaxed);
+    if (flag_ != nullptr) return flag_->load(std::memory_order_relaxed);
+    return looks_left_ != nullptr && looks_left_->fetch_sub(1) <= 0;
   }
 
  private:
   const std::atomic<bool>* flag_ = nullptr;
+  std::atomic<int64_t>* looks_left_ = nullptr;
 };
 
 // What a computation that was stopped returns.

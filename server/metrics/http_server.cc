@@ -25,7 +25,6 @@
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "core/errors.h"
-#include "core/parallel/steady_clock.h"
 #include "prometheus/text_serializer.h"
 #include "server/net/connection_table.h"
 
@@ -39,7 +38,7 @@ constexpr size_t kMaxOfAddress = 32;
 constexpr absl::Duration kTimeout = absl::Seconds(5);
 // For the client to read what is written.
 constexpr absl::Duration kLingerTime = absl::Seconds(1);
-constexpr size_t kMaxRequestBytes = 8 << 10;
+constexpr size_t kMaxHttpRequestBytes = 8 << 10;
 constexpr absl::string_view kRequestEnd = "\r\n\r\n";
 
 struct Response {
@@ -89,13 +88,14 @@ bool IsHostPort(const std::string& address) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(
-    const std::string& address, const Metrics* metrics, Probes probes) {
+    const std::string& address, const Metrics* metrics, Probes probes,
+    Clock clock) {
   if (!IsHostPort(address)) return BadAddress(address, "expected host:port");
   absl::StatusOr<std::vector<std::unique_ptr<ListeningSocket>>> sockets =
       ListeningSocket::Tcp(address);
   if (!sockets.ok()) return BadAddress(address, sockets.status().message());
   std::unique_ptr<HttpServer> server(
-      new HttpServer(metrics, std::move(probes)));
+      new HttpServer(metrics, std::move(probes), std::move(clock)));
   if (server->stop_.fd() < 0) {
     return BadAddress(address, "there is no descriptor to stop by");
   }
@@ -107,8 +107,8 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(
   return server;
 }
 
-HttpServer::HttpServer(const Metrics* metrics, Probes probes)
-    : metrics_(metrics), probes_(std::move(probes)) {}
+HttpServer::HttpServer(const Metrics* metrics, Probes probes, Clock clock)
+    : metrics_(metrics), probes_(std::move(probes)), clock_(std::move(clock)) {}
 
 HttpServer::~HttpServer() {
   stop_.Send();
@@ -134,14 +134,12 @@ void HttpServer::Run() {
     int64_t wait_ms = pauses ? kExhaustedPauseMs : -1;
     if (end < absl::InfiniteDuration()) {
       const int64_t left_ms =
-          std::max<int64_t>(absl::ToInt64Milliseconds(end - core::SteadyNow()),
-                            0) +
-          1;
+          std::max<int64_t>(absl::ToInt64Milliseconds(end - clock_()), 0) + 1;
       wait_ms = pauses ? std::min(wait_ms, left_ms) : left_ms;
     }
     poll(polled.data(), polled.size(), static_cast<int>(wait_ms));
     if (polled[0].revents != 0) return;
-    const absl::Duration now = core::SteadyNow();
+    const absl::Duration now = clock_();
     size_t index = 1 + sockets_.size();
     for (auto it = connections_.begin(); it != connections_.end(); ++index) {
       const bool goes_on =
@@ -169,7 +167,7 @@ bool HttpServer::AcceptAll(absl::Cord* metrics) {
       if (outcome == ListeningSocket::Outcome::kExhausted) exhausted = true;
       if (outcome != ListeningSocket::Outcome::kAccepted) break;
       connection.address = AddressKey(peer);
-      connection.end = core::SteadyNow() + kTimeout;
+      connection.end = clock_() + kTimeout;
       if (Read(connection)) connections_.push_back(std::move(connection));
       if (connections_.size() >= 2 * kMaxConnections) {
         AnswerAll(metrics);
@@ -231,7 +229,7 @@ bool HttpServer::Read(Connection& connection) {
   if (size == 0) return false;
   connection.request.append(buffer.data(), static_cast<size_t>(size));
   connection.has_request = absl::StrContains(connection.request, kRequestEnd) ||
-                           connection.request.size() > kMaxRequestBytes;
+                           connection.request.size() > kMaxHttpRequestBytes;
   if (!connection.has_request || IsForMetrics(connection.request)) return true;
   return Reply(connection, nullptr);
 }
@@ -254,7 +252,7 @@ bool HttpServer::Write(Connection& connection) {
   }
   shutdown(fd, SHUT_WR);
   connection.is_written = true;
-  connection.end = std::min(connection.end, core::SteadyNow() + kLingerTime);
+  connection.end = std::min(connection.end, clock_() + kLingerTime);
   return true;
 }
 
@@ -319,10 +317,10 @@ absl::Status HttpServer::LatestWrite() const {
 
 absl::Status HttpServer::AskStore() {
   // What took its time to find out is good for all who ask meanwhile.
-  const absl::Duration start = core::SteadyNow();
+  const absl::Duration start = clock_();
   if (start >= store_end_) {
     store_status_ = probes_.store();
-    const absl::Duration now = core::SteadyNow();
+    const absl::Duration now = clock_();
     store_end_ = now + (now - start);
   }
   return store_status_;

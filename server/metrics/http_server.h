@@ -15,6 +15,7 @@
 #include "absl/strings/cord.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "core/parallel/steady_clock.h"
 #include "server/metrics/metrics.h"
 #include "server/net/file_descriptor.h"
 #include "server/net/listening_socket.h"
@@ -37,6 +38,9 @@ namespace quantd::server {
 // have got furthest. Thread-safe.
 class HttpServer {
  public:
+  // The time since some moment; never goes back.
+  using Clock = std::function<absl::Duration()>;
+
   // What the probes ask. Called from the thread.
   struct Probes {
     // Not OK when only a restart helps.
@@ -51,7 +55,8 @@ class HttpServer {
   // `probes` use must outlive this.
   // Errors: CONFIG_INVALID, with what hindered.
   static absl::StatusOr<std::unique_ptr<HttpServer>> Start(
-      const std::string& address, const Metrics* metrics, Probes probes);
+      const std::string& address, const Metrics* metrics, Probes probes,
+      Clock clock = &core::SteadyNow);
 
   HttpServer(const HttpServer&) = delete;
   HttpServer& operator=(const HttpServer&) = delete;
@@ -79,7 +84,7 @@ class HttpServer {
     bool is_written = false;
   };
 
-  HttpServer(const Metrics* metrics, Probes probes);
+  HttpServer(const Metrics* metrics, Probes probes, Clock clock);
   void Run();
   // And reads what is there already. True when there was no room for one.
   // `metrics`: see AnswerAll.
@@ -106,6 +111,7 @@ class HttpServer {
 
   const Metrics* const metrics_;
   const Probes probes_;
+  const Clock clock_;
   // Set before Start returns, and not changed from then on.
   std::vector<std::unique_ptr<ListeningSocket>> sockets_;
   int port_ = 0;

@@ -15,10 +15,9 @@ constexpr absl::Duration kLastWordTime = absl::Milliseconds(100);
 }  // namespace
 
 StreamWatchdog::StreamWatchdog(const CallRegistry* registry,
-                               absl::Duration stream_age)
-    : registry_(registry),
-      stream_age_(stream_age),
-      start_time_(core::SteadyNow()) {}
+                               absl::Duration stream_age,
+                               absl::Duration start_time)
+    : registry_(registry), stream_age_(stream_age), start_time_(start_time) {}
 
 absl::Status StreamWatchdog::CheckMayOpen() const {
   if (registry_->draining()) return core::DrainingError();

@@ -20,7 +20,9 @@ class StreamWatchdog {
  public:
   // `stream_age`  how old a stream may be.
   // `registry`    outlives the object.
-  StreamWatchdog(const CallRegistry* registry, absl::Duration stream_age);
+  // `start_time`  of the stream; tests have it in the past.
+  StreamWatchdog(const CallRegistry* registry, absl::Duration stream_age,
+                 absl::Duration start_time = core::SteadyNow());
 
   absl::Duration age() const { return core::SteadyNow() - start_time_; }
 

@@ -25,10 +25,10 @@
 #include "tests/support/raw_stream.h"
 #include "tests/support/test_server.h"
 
-namespace quantd::testing {
+namespace quantd::testing::builtin_services_test {
 namespace {
 
-constexpr absl::Duration kLongEnough = absl::Seconds(60);
+constexpr absl::Duration kLongEnough = absl::Minutes(2);
 constexpr char kReflection[] =
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
 // ServerReflectionRequest {7: list_services}.
@@ -57,7 +57,10 @@ std::vector<std::unique_ptr<RawStream>> OpenStreams(
 }
 
 TEST(ReflectionTest, ServesFewStreamsAtOnce) {
-  TestServer server;
+  server::ServerOptions options;
+  // None of them ends for that.
+  options.limits.idle_timeout = absl::Hours(1);
+  TestServer server(std::move(options));
   const auto channel = server.NewChannel();
   {
     const auto streams = OpenStreams(channel);
@@ -69,7 +72,7 @@ TEST(ReflectionTest, ServesFewStreamsAtOnce) {
 
 TEST(ReflectionTest, EndsStreamsThatStayOpen) {
   server::ServerOptions options;
-  options.limits.idle_timeout = absl::Milliseconds(200);
+  options.limits.idle_timeout = absl::Seconds(1);
   TestServer server(std::move(options));
   const auto channel = server.NewChannel();
   const auto streams = OpenStreams(channel);
@@ -79,7 +82,9 @@ TEST(ReflectionTest, EndsStreamsThatStayOpen) {
 
 TEST(ReflectionTest, DoesNotKeepAServerThatDrains) {
   server::ServerOptions options;
-  options.drain_grace = kLongEnough;
+  // Longer than anybody waits.
+  options.drain_grace = absl::Hours(1);
+  options.limits.idle_timeout = absl::Hours(1);
   TestServer server(std::move(options));
   const auto channel = server.NewChannel();
   // An open tensor keeps it.
@@ -113,7 +118,7 @@ TEST(ReflectionTest, DoesNotKeepAServerThatDrains) {
   late.Write(kListServices);
   late.Read(&answer);
   tensor.Cancel();
-  EXPECT_TRUE(PollUntil(kLongEnough / 2, [&] { return drained.load(); }));
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] { return drained.load(); }));
   late.Cancel();
   drain.join();
 }
@@ -142,6 +147,8 @@ class CallLimitTest : public ::testing::Test {
   static server::ServerOptions Options() {
     server::ServerOptions options;
     options.limits.calls = kCalls;
+    // None of them ends for that.
+    options.limits.idle_timeout = absl::Hours(1);
     return options;
   }
 
@@ -248,4 +255,4 @@ TEST_F(CallLimitTest, CancelsThoseThatWatchTheHealthWithoutRoom) {
 }
 
 }  // namespace
-}  // namespace quantd::testing
+}  // namespace quantd::testing::builtin_services_test

@@ -1,7 +1,6 @@
 // What calls of EncodingService may cost: before their caller is known, while
 // they wait for a client, and once nobody wants them any more.
 
-#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -17,6 +16,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/formats/number_format.h"
@@ -35,13 +35,13 @@
 #include "tests/support/temporary_directory.h"
 #include "tests/support/test_server.h"
 
-namespace quantd::testing {
+namespace quantd::testing::call_costs_test {
 namespace {
 
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
-constexpr absl::Duration kLongEnough = absl::Seconds(60);
+constexpr absl::Duration kLongEnough = absl::Minutes(2);
 constexpr char kService[] = "/quantd.v1.EncodingService/";
 // The digest of "abc".
 constexpr char kAccess[] =
@@ -233,21 +233,28 @@ TEST(CallCostsTest, EndsAnImportThatGoesOnForTooLong) {
   EXPECT_THAT(stream->Finish().error_message(), StartsWith("STREAM_AGE"));
 }
 
+// One of so many scales.
+core::Encoding ManyScales(int64_t count) {
+  const core::FormatInfo& info = *core::FindFormatByName("int8");
+  core::Encoding encoding;
+  encoding.format = info.format;
+  encoding.qmin = info.qmin;
+  encoding.qmax = info.qmax;
+  encoding.block_size = {1};
+  encoding.scale_shape = {count};
+  encoding.scale.assign(static_cast<size_t>(count), 1.0f / 3);
+  return encoding;
+}
+
 TEST(CallCostsTest, HoldsAnAnswerThatIsNotReadOnlyForSoLong) {
   TestServer server(Impatient(absl::Milliseconds(200)));
-  v1::PutEncodingRequest put;
-  put.mutable_name()->set_model("m");
-  put.mutable_name()->set_tensor("t");
-  put.mutable_encoding()->set_format(v1::NUMBER_FORMAT_INT8);
-  put.mutable_encoding()->add_block_size(1);
-  for (int i = 0; i < 512 << 10; ++i) put.mutable_encoding()->add_scale(1);
-  grpc::ClientContext context;
-  v1::PutEncodingResponse response;
-  grpc::Status status =
-      server.encodings().PutEncoding(&context, put, &response);
-  ASSERT_TRUE(status.ok()) << status.error_message();
+  const auto stored = server.store().Put(
+      {"m", "main", "t"},
+      std::make_shared<const core::Encoding>(ManyScales(512 << 10)), {});
+  ASSERT_TRUE(stored.ok()) << stored.status();
   v1::GetEncodingRequest get;
-  *get.mutable_name() = put.name();
+  get.mutable_name()->set_model("m");
+  get.mutable_name()->set_tensor("t");
   // On a busy machine a request may come later than the server waits for it.
   std::unique_ptr<RawStream> stream;
   const auto is_held = [&] {
@@ -267,7 +274,8 @@ TEST(CallCostsTest, HoldsAnAnswerThatIsNotReadOnlyForSoLong) {
 
 TEST(CallCostsTest, DoesNotKeepAServerThatDrains) {
   server::ServerOptions options;
-  options.drain_grace = kLongEnough;
+  // Longer than the client waits.
+  options.drain_grace = absl::Hours(1);
   TestServer server(std::move(options));
   const auto channel = server.NewChannel();
   RawStream unary(channel, absl::StrCat(kService, "GetEncoding"));
@@ -284,60 +292,44 @@ TEST(CallCostsTest, DoesNotKeepAServerThatDrains) {
   drain.join();
 }
 
-// One of so many scales.
-core::Encoding ManyScales(int64_t count) {
-  const core::FormatInfo& info = *core::FindFormatByName("int8");
-  core::Encoding encoding;
-  encoding.format = info.format;
-  encoding.qmin = info.qmin;
-  encoding.qmax = info.qmax;
-  encoding.block_size = {1};
-  encoding.scale_shape = {count};
-  encoding.scale.assign(static_cast<size_t>(count), 1.0f / 3);
-  return encoding;
-}
-
-// Makes calls that take long, with `run`, and others until those have ended.
-// They take turns when no other waits for a good part of that time.
-void ExpectTurns(TestServer* server, const std::string& what,
-                 absl::FunctionRef<void()> run) {
+// Makes calls that take long, with `run`, which tells when all of them have
+// been sent; and others from then on until those have ended. They take turns
+// when many others are answered meanwhile. Without turns the first that comes
+// behind the long ones waits for them; a few may come before.
+void ExpectTurns(
+    TestServer* server, const std::string& what,
+    absl::FunctionRef<void(absl::FunctionRef<void()> are_sent)> run) {
   // A hiccup of a busy machine spoils an attempt, and hardly all of them.
   constexpr int kAttempts = 6;
-  constexpr int kLeastAnswers = 3;
+  constexpr int kLeastAnswers = 10;
   // A request that is not light takes a turn of the only worker, then of the
   // store's threads. A field that nobody knows makes it large.
   v1::ListModelsRequest other;
   other.GetReflection()->MutableUnknownFields(&other)->AddLengthDelimited(
       1000, std::string(size_t{16} << 10, '~'));
-  absl::Duration run_time;
-  absl::Duration longest;
   int answer_count = 0;
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    absl::Notification sent;
     std::atomic<bool> done = false;
-    const absl::Time start = absl::Now();
     std::thread runner([&] {
-      run();
-      run_time = absl::Now() - start;
+      run([&] { sent.Notify(); });
       done.store(true);
     });
-    longest = absl::ZeroDuration();
+    sent.WaitForNotification();
     answer_count = 0;
     while (!done.load()) {
       grpc::ClientContext context;
       v1::ListModelsResponse response;
-      const absl::Time asked = absl::Now();
       const grpc::Status status =
           server->encodings().ListModels(&context, other, &response);
       EXPECT_TRUE(status.ok()) << status.error_message();
-      longest = std::max(longest, absl::Now() - asked);
       if (!done.load()) ++answer_count;
     }
     runner.join();
-    if (answer_count >= kLeastAnswers && longest < run_time / 3) return;
+    if (answer_count >= kLeastAnswers) return;
   }
-  ADD_FAILURE() << what << ": in " << run_time << " of the last attempt "
-                << answer_count << " others were answered, one after "
-                << longest;
+  ADD_FAILURE() << what << ": " << answer_count
+                << " others were answered during the last attempt";
 }
 
 // A client that exports, and reads when it is told to.
@@ -401,12 +393,23 @@ TEST_F(ExportTest, HoldsNoMoreThanItsTextWhileTheClientDoesNotRead) {
 
 TEST_F(ExportTest, EndsAtTwiceTheAgeForAClientThatDoesNotRead) {
   server::Limits limits;
-  limits.stream_age = absl::Milliseconds(500);
   limits.idle_timeout = absl::Hours(1);
-  Serve(limits);
-  Put("a", kLongText);
-  Export();
-  EXPECT_TRUE(PollUntil(kLongEnough, [&] { return used_bytes() >= 2 << 20; }));
+  bool is_held = false;
+  // On a busy machine it may come to that age before there is an answer.
+  for (limits.stream_age = absl::Milliseconds(500);
+       !is_held && limits.stream_age < kLongEnough / 4;
+       limits.stream_age *= 2) {
+    stream_.reset();
+    Serve(limits);
+    Put("a", kLongText);
+    Export();
+    EXPECT_TRUE(PollUntil(kLongEnough, [&] {
+      is_held = used_bytes() >= 2 << 20;
+      return is_held ||
+             MetricValue(server_->metrics(), "grpc_server_handled_total") == 1;
+    }));
+  }
+  EXPECT_TRUE(is_held);
   // Well before the client gives up.
   EXPECT_TRUE(PollUntil(kLongEnough / 2, [&] { return used_bytes() == 0; }));
 }
@@ -503,9 +506,11 @@ TEST_F(ExportTest, ChargesPagesOfNamesAndWhatWritersKeepOfThem) {
 
 TEST_F(ExportTest, LetsOthersHaveTheirTurnWithinAnEncoding) {
   Serve({});
-  Put("a", kLongText);
-  ExpectTurns(server_.get(), "ExportEncodings", [this] {
+  // Long enough for many others.
+  Put("a", 4 * kLongText);
+  ExpectTurns(server_.get(), "ExportEncodings", [this](auto are_sent) {
     Export();
+    are_sent();
     ReadAll();
     EXPECT_EQ(stream_->Finish().error_message(), "");
   });
@@ -552,7 +557,7 @@ class LongMatchingTest : public ::testing::Test {
   // Makes calls at once, each to its end, and others meanwhile.
   void ExpectTurnsDuring(const std::string& method, const std::string& request,
                          int call_count) {
-    ExpectTurns(&server_, method, [&] {
+    ExpectTurns(&server_, method, [&](auto are_sent) {
       std::vector<std::unique_ptr<RawStream>> streams;
       const auto channel = server_.NewChannel();
       for (int i = 0; i < call_count; ++i) {
@@ -561,6 +566,7 @@ class LongMatchingTest : public ::testing::Test {
         EXPECT_TRUE(streams.back()->Write(request));
         streams.back()->WritesDone();
       }
+      are_sent();
       for (const auto& stream : streams) {
         std::string answer;
         while (stream->Read(&answer)) {
@@ -655,4 +661,4 @@ TEST_F(LongMatchingTest, LetsOthersHaveTheirTurnInImportAndExport) {
 }
 
 }  // namespace
-}  // namespace quantd::testing
+}  // namespace quantd::testing::call_costs_test

@@ -20,7 +20,7 @@
 #include "tests/support/tensor_streams.h"
 #include "tests/support/test_server.h"
 
-namespace quantd::testing {
+namespace quantd::testing::choose_mixture_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -214,4 +214,4 @@ TEST(ChooseMixtureTest, ChargesWhatItAnswers) {
 }
 
 }  // namespace
-}  // namespace quantd::testing
+}  // namespace quantd::testing::choose_mixture_test

@@ -19,6 +19,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "core/cpu.h"
 #include "core/formats/number_format.h"
 #include "core/types/element_type.h"
@@ -31,7 +32,7 @@
 #include "tests/support/test_server.h"
 #include "xxhash.h"
 
-namespace quantd::testing {
+namespace quantd::testing::chunking_test {
 namespace {
 
 using Shape = std::vector<int64_t>;
@@ -341,6 +342,8 @@ server::ServerOptions Options(int threads) {
   options.limits.chunk_bytes = int64_t{16} << 20;
   // Small enough for a large tensor's codes to go down in several messages.
   options.limits.response_chunk_bytes = 300000;
+  // Streams that come together are all served, however busy the machine is.
+  options.limits.queue_delay = absl::Hours(1);
   return options;
 }
 
@@ -577,4 +580,4 @@ TEST(MessageSizeTest, AnEncodingThatIsAnsweredFitsAMessage) {
 }
 
 }  // namespace
-}  // namespace quantd::testing
+}  // namespace quantd::testing::chunking_test

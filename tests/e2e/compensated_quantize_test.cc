@@ -18,9 +18,10 @@
 #include "tests/support/tensor_streams.h"
 #include "tests/support/test_server.h"
 
-namespace quantd::testing {
+namespace quantd::testing::compensated_quantize_test {
 namespace {
 
+constexpr absl::Duration kLongEnough = absl::Minutes(2);
 constexpr int64_t kFeatures = 1024;
 constexpr int64_t kRows = 64;
 // What rounding takes beside the weight: its Gram matrix, and that of float64.
@@ -69,6 +70,13 @@ class CompensatedQuantizeTest : public ::testing::Test {
         Calibrate(server_.quantization(), header, ToBytes(rows), 1 << 20)
             .status();
     ASSERT_TRUE(status.ok()) << status;
+    ExpectNothingHeld();
+  }
+
+  void ExpectNothingHeld() {
+    EXPECT_TRUE(PollUntil(kLongEnough, [&] {
+      return server_.server().memory_used_bytes() == 0;
+    })) << server_.server().memory_used_bytes();
   }
 
   static v1::QuantizeHeader Header(const std::string& inputs) {
@@ -118,7 +126,7 @@ class CompensatedQuantizeTest : public ::testing::Test {
   // Begins one that holds most of the budget.
   std::unique_ptr<Begun> BeginAndHold() {
     auto begun = Begin("x");
-    EXPECT_TRUE(PollUntil(absl::Seconds(60), [&] {
+    EXPECT_TRUE(PollUntil(kLongEnough, [&] {
       return server_.server().memory_used_bytes() >= kWorkBytes;
     })) << server_.server().memory_used_bytes();
     return begun;
@@ -143,7 +151,7 @@ TEST_F(CompensatedQuantizeTest, MemoryIsRefusedBeforeTheUpload) {
 
 class PatientTest : public CompensatedQuantizeTest {
  protected:
-  PatientTest() : CompensatedQuantizeTest(absl::Minutes(2)) {}
+  PatientTest() : CompensatedQuantizeTest(kLongEnough) {}
 };
 
 TEST_F(PatientTest, WaitsForMemory) {
@@ -155,14 +163,14 @@ TEST_F(PatientTest, WaitsForMemory) {
         Quantize(server_.quantization(), Header("x"), ToBytes(weight_), 1 << 20)
             .status();
   });
-  absl::SleepFor(absl::Milliseconds(100));
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] {
+    return MetricValue(server_.metrics(), "quantd_active_tensors") == 2;
+  }));
   first.reset();
   second.join();
   EXPECT_TRUE(status.ok()) << status;
-  EXPECT_TRUE(PollUntil(absl::Seconds(20), [&] {
-    return server_.server().memory_used_bytes() == 0;
-  }));
+  ExpectNothingHeld();
 }
 
 }  // namespace
-}  // namespace quantd::testing
+}  // namespace quantd::testing::compensated_quantize_test

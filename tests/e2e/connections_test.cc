@@ -23,7 +23,6 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "client/cpp/client.h"
-#include "core/parallel/steady_clock.h"
 #include "grpcpp/grpcpp.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
 #include "server/net/file_descriptor.h"
@@ -34,14 +33,14 @@
 #include "tests/support/temporary_directory.h"
 #include "tests/support/test_server.h"
 
-namespace quantd::testing {
+namespace quantd::testing::connections_test {
 namespace {
 
 using server::FileDescriptor;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
-constexpr absl::Duration kLongEnough = absl::Seconds(20);
+constexpr absl::Duration kLongEnough = absl::Minutes(2);
 
 // A connection to "127.0.0.1:port", from an address of this machine.
 FileDescriptor Connect(const std::string& to, const char* from = "127.0.0.1") {
@@ -66,7 +65,7 @@ FileDescriptor Connect(const std::string& to, const char* from = "127.0.0.1") {
 // gRPC greets on the connection; false when that ends instead.
 bool IsTaken(const FileDescriptor& connection) {
   pollfd polled = {connection.get(), POLLIN, 0};
-  EXPECT_EQ(poll(&polled, 1, 20'000), 1);
+  EXPECT_EQ(poll(&polled, 1, absl::ToInt64Milliseconds(kLongEnough)), 1);
   char byte = 0;
   return recv(connection.get(), &byte, 1, 0) == 1;
 }
@@ -96,7 +95,7 @@ int64_t DescriptorsOf(pid_t pid) {
   return std::distance(begin(all), end(all));
 }
 
-TEST(ConnectionsTest, ServesAgainSoonAfterItWasOutOfDescriptors) {
+TEST(ConnectionsTest, ServesAgainAfterItWasOutOfDescriptors) {
   const TemporaryDirectory directory;
   const std::string unix_target = "unix:" + directory.File("s.sock");
   ServerProcess server(QuantdBinary(), directory.File("encodings.db"),
@@ -117,10 +116,8 @@ TEST(ConnectionsTest, ServesAgainSoonAfterItWasOutOfDescriptors) {
   EXPECT_FALSE(
       ListModels(NewChannel(server.address()), absl::Milliseconds(300)).ok());
   connections.clear();
-  const absl::Duration start = core::SteadyNow();
   for (const std::string& target : {server.address(), unix_target}) {
     EXPECT_EQ(ListModels(NewChannel(target)).error_message(), "") << target;
-    EXPECT_LT(core::SteadyNow() - start, absl::Seconds(2)) << target;
   }
   EXPECT_EQ(server.Terminate(), 0);
 }
@@ -188,9 +185,7 @@ TEST(ConnectionsTest, AnswersProbesWhileItIsFull) {
     return absl::StartsWith(answer("/readyz?exclude=store"), "HTTP/1.1 503 ");
   }));
   // A restart would break what is connected, and help nobody.
-  const absl::Duration start = core::SteadyNow();
   EXPECT_THAT(answer("/healthz"), StartsWith("HTTP/1.1 200 "));
-  EXPECT_LT(core::SteadyNow() - start, absl::Seconds(1));
   EXPECT_THAT(answer("/readyz"),
               HasSubstr("UNREACHABLE: " + server.address() +
                         " takes no more connections: 16 are open"));
@@ -283,4 +278,4 @@ TEST(ConnectionsTest, LeavesAUnixSocketToTheServerThatHasIt) {
 }
 
 }  // namespace
-}  // namespace quantd::testing
+}  // namespace quantd::testing::connections_test

@@ -25,7 +25,7 @@
 #include "tests/support/temporary_directory.h"
 #include "tests/support/tensor_streams.h"
 
-namespace quantd::testing {
+namespace quantd::testing::damaged_store_test {
 namespace {
 
 constexpr char kModel[] = "net";
@@ -234,4 +234,4 @@ TEST_F(DamagedStoreTest, ModelsThatHaveOnlyStatisticsAreListed) {
 }
 
 }  // namespace
-}  // namespace quantd::testing
+}  // namespace quantd::testing::damaged_store_test

@@ -21,10 +21,10 @@
 #include "tests/support/sanitizers.h"
 #include "tests/support/test_server.h"
 
-namespace quantd::testing {
+namespace quantd::testing::flow_control_test {
 namespace {
 
-constexpr absl::Duration kLongEnough = absl::Seconds(60);
+constexpr absl::Duration kLongEnough = absl::Minutes(2);
 constexpr char kQuantize[] = "/quantd.v1.QuantizationService/Quantize";
 
 using DequantizeStream =
@@ -112,6 +112,10 @@ TEST_P(SlowReaderTest, StopsTheServerFromReadingAndNobodyElse) {
   const Traffic& traffic = GetParam();
   server::ServerOptions options;
   options.threads = 2;
+  // Neither is turned away, nor is the one that is stalled ended, however busy
+  // the machine is.
+  options.limits.queue_delay = absl::Hours(1);
+  options.limits.idle_timeout = absl::Hours(1);
   TestServer server(options);
 
   const auto stub = v1::QuantizationService::NewStub(server.NewChannel());
@@ -195,7 +199,8 @@ constexpr char kDraining[] =
 
 class DrainTest : public ::testing::Test {
  protected:
-  explicit DrainTest(absl::Duration grace = kLongEnough)
+  // By default longer than any stream lasts.
+  explicit DrainTest(absl::Duration grace = absl::Hours(1))
       : server_(Options(grace)), channel_(server_.NewChannel()) {}
   ~DrainTest() override {
     if (draining_.joinable()) draining_.join();
@@ -205,6 +210,7 @@ class DrainTest : public ::testing::Test {
     server::ServerOptions options;
     options.threads = 2;
     options.drain_grace = grace;
+    options.limits.idle_timeout = absl::Hours(1);
     return options;
   }
 
@@ -315,13 +321,18 @@ TEST_F(DrainTest, SendsClientsElsewhereWhileItFinishesATensor) {
   open.Write(Tensor(2));
   WaitForOpenTensors(1);
   draining_ = std::thread([this] { server_.server().Drain(); });
+  // Once the client has heard of it, all calls go to the other. One that hears
+  // late, on a busy machine, may be told to.
   EXPECT_TRUE(PollUntil(kLongEnough, [&] {
-    EXPECT_EQ(call(), "OK ");
-    return Health().empty();
+    const double before = called(server_);
+    bool are_served = true;
+    for (int i = 0; i < 20; ++i) {
+      const std::string end = call();
+      EXPECT_TRUE(end == "OK " || end == kDraining) << end;
+      are_served = are_served && end == "OK ";
+    }
+    return are_served && called(server_) == before && Health().empty();
   }));
-  const double before = called(server_);
-  for (int i = 0; i < 20; ++i) EXPECT_EQ(call(), "OK ");
-  EXPECT_EQ(called(server_), before);
   EXPECT_TRUE(open.Write(SecondHalf()));
   open.WritesDone();
   EXPECT_EQ(NextAnswer(open), "OK");
@@ -355,4 +366,4 @@ TEST_F(ShortGraceTest, ATensorThatOutlastsTheGraceMayBeSentElsewhere) {
 }
 
 }  // namespace
-}  // namespace quantd::testing
+}  // namespace quantd::testing::flow_control_test

@@ -30,12 +30,13 @@
 #include "tests/support/tensor_streams.h"
 #include "tests/support/test_server.h"
 
-namespace quantd::testing {
+namespace quantd::testing::malformed_input_test {
 namespace {
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
+constexpr absl::Duration kLongEnough = absl::Minutes(2);
 constexpr char kCalibrate[] = "/quantd.v1.QuantizationService/Calibrate";
 constexpr char kQuantize[] = "/quantd.v1.QuantizationService/Quantize";
 constexpr char kDequantize[] = "/quantd.v1.QuantizationService/Dequantize";
@@ -62,7 +63,8 @@ server::ServerOptions Options() {
   options.limits.statistics_bytes = kStatisticsBytes;
   options.limits.memory_wait = absl::Milliseconds(10);
   options.limits.response_chunk_bytes = 16 << 10;
-  options.limits.idle_timeout = absl::Seconds(10);
+  // Streams wait for this program, however busy the machine is.
+  options.limits.idle_timeout = absl::Hours(1);
   return options;
 }
 
@@ -1680,10 +1682,8 @@ std::vector<CallCase> EncodingServiceCases() {
 // One server for all cases of a suite; after each it is idle and serves.
 class MalformedInputTest : public ::testing::Test {
  protected:
-  static void SetUpTestSuite() { Start(Options()); }
-
-  static void Start(const server::ServerOptions& options) {
-    server_ = new TestServer(options);
+  static void SetUpTestSuite() {
+    server_ = new TestServer(Options());
     v1::PutEncodingRequest request;
     request.mutable_name()->set_model("acme");
     request.mutable_name()->set_tensor("conv");
@@ -1716,7 +1716,11 @@ class MalformedInputTest : public ::testing::Test {
   }
 
   void TearDown() override {
-    ExpectServing();
+    EXPECT_EQ(WrongInServing(), "");
+    ExpectAtRest();
+  }
+
+  static void ExpectAtRest() {
     for (const char* gauge : {"quantd_active_streams", "quantd_active_tensors",
                               "quantd_memory_budget_used_bytes"}) {
       EXPECT_TRUE(GaugeBecomes(gauge, 0)) << gauge;
@@ -1743,27 +1747,31 @@ class MalformedInputTest : public ::testing::Test {
     return answers;
   }
 
-  // A good tensor on a stream of its own is served, to the byte.
-  void ExpectServing() {
+  // A good tensor on a stream of its own is served, to the byte. Says what is
+  // wrong with it, or nothing.
+  std::string WrongInServing() {
     RawStream stream(channel_, kQuantize);
     stream.Write(Good(kQuantize));
     stream.WritesDone();
     std::string bytes;
-    ASSERT_TRUE(stream.Read(&bytes)) << stream.Finish().error_message();
+    if (!stream.Read(&bytes)) {
+      return absl::StrCat("no answer: ", stream.Finish().error_message());
+    }
     v1::QuantizeResponse response;
-    ASSERT_TRUE(response.ParseFromString(bytes));
-    EXPECT_TRUE(response.has_summary());
-    EXPECT_EQ(response.data(), kGoodCodes);
-    EXPECT_FALSE(stream.Read(&bytes));
+    if (!response.ParseFromString(bytes) || !response.has_summary() ||
+        response.data() != kGoodCodes) {
+      return absl::StrCat("another answer: ", response.ShortDebugString());
+    }
+    if (stream.Read(&bytes)) return "a second answer";
     const grpc::Status status = stream.Finish();
-    EXPECT_TRUE(status.ok()) << status.error_message();
+    return status.ok() ? "" : absl::StrCat("its end: ", Verdict(status));
   }
 
   static double Gauge(const std::string& name) {
     return MetricValue(server_->metrics(), name);
   }
   static bool GaugeBecomes(const std::string& name, double value) {
-    return PollUntil(absl::Seconds(20), [&] { return Gauge(name) == value; });
+    return PollUntil(kLongEnough, [&] { return Gauge(name) == value; });
   }
 
   static inline TestServer* server_ = nullptr;
@@ -1842,7 +1850,7 @@ class AbandonedStreamTest : public MalformedInputTest {
   // Opens a tensor and waits until the server has it.
   static void OpenTensor(RawStream& stream, const std::string& message) {
     ASSERT_TRUE(stream.Write(message));
-    ASSERT_TRUE(PollUntil(absl::Seconds(20), IsOpen));
+    ASSERT_TRUE(PollUntil(kLongEnough, IsOpen));
   }
 
   // Codes of 4 MiB, which no window holds.
@@ -1855,7 +1863,6 @@ class AbandonedStreamTest : public MalformedInputTest {
     for (int64_t at = 0; at < 4 * kChunkBytes; at += kChunkBytes) {
       stream.Write(Chunk(at, std::string(kChunkBytes, '\x01')));
     }
-    ASSERT_TRUE(PollUntil(absl::Seconds(20), IsOpen));
   }
 
   const std::string half_ = Message(QuantizeHeader(8), Floats(4));
@@ -1885,12 +1892,15 @@ TEST_F(AbandonedStreamTest, CancelledInATensorThatIsHeld) {
 TEST_F(AbandonedStreamTest, CancelledWithoutHavingRead) {
   RawStream stream(channel_, kDequantize);
   Flood(stream);
+  ASSERT_TRUE(PollUntil(kLongEnough, IsOpen));
   stream.Cancel();
 }
 
+// On a busy machine the deadline may pass before the tensor is open: nobody
+// waits for that.
 TEST_F(AbandonedStreamTest, DeadlineInATensor) {
   RawStream stream(channel_, kQuantize, absl::Milliseconds(300));
-  OpenTensor(stream, half_);
+  stream.Write(half_);
   std::string bytes;
   while (stream.Read(&bytes)) {
   }
@@ -1900,6 +1910,7 @@ TEST_F(AbandonedStreamTest, DeadlineInATensor) {
 TEST_F(AbandonedStreamTest, DeadlineWithoutHavingRead) {
   RawStream stream(channel_, kDequantize, absl::Milliseconds(300));
   Flood(stream);
+  EXPECT_EQ(Verdict(stream.Finish()), "DEADLINE_EXCEEDED");
   EXPECT_TRUE(GaugeBecomes("quantd_active_streams", 0));
 }
 
@@ -1915,6 +1926,7 @@ TEST_F(AbandonedStreamTest, ConnectionCutWithoutHavingRead) {
   CuttableChannel cuttable(server_->address());
   RawStream stream(cuttable.channel(), kDequantize);
   Flood(stream);
+  ASSERT_TRUE(PollUntil(kLongEnough, IsOpen));
   cuttable.Cut();
   EXPECT_TRUE(GaugeBecomes("quantd_active_streams", 0));
 }
@@ -1935,13 +1947,21 @@ class IdleStreamTest : public AbandonedStreamTest {
   static void SetUpTestSuite() {
     server::ServerOptions options = Options();
     options.limits.idle_timeout = absl::Milliseconds(300);
-    Start(options);
+    server_ = new TestServer(options);
+  }
+  // On a busy machine a good stream may be ended, too.
+  void TearDown() override {
+    EXPECT_TRUE(PollUntil(kLongEnough, [this] {
+      return WrongInServing().empty();
+    })) << WrongInServing();
+    ExpectAtRest();
   }
 };
 
+// On a busy machine it may end before the tensor is open.
 TEST_F(IdleStreamTest, EndsInATensor) {
   RawStream stream(channel_, kQuantize);
-  OpenTensor(stream, half_);
+  stream.Write(half_);
   std::string bytes;
   while (stream.Read(&bytes)) {
   }
@@ -1949,8 +1969,12 @@ TEST_F(IdleStreamTest, EndsInATensor) {
 }
 
 TEST_F(IdleStreamTest, EndsWithoutHavingRead) {
+  const double started = Gauge("grpc_server_started_total");
   RawStream stream(channel_, kDequantize);
   Flood(stream);
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] {
+    return Gauge("grpc_server_started_total") > started;
+  }));
   EXPECT_TRUE(GaugeBecomes("quantd_active_streams", 0));
 }
 
@@ -1961,7 +1985,7 @@ TEST_F(MalformedInputTest, MemoryBudgetTakenByAnotherStreamIsRefused) {
   header.mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
   RawStream holder(channel_, kQuantize);
   holder.Write(Message(header, Floats(1)));
-  ASSERT_TRUE(PollUntil(absl::Seconds(20), [&] {
+  ASSERT_TRUE(PollUntil(kLongEnough, [&] {
     return Gauge("quantd_memory_budget_used_bytes") > kBudgetBytes / 2;
   }));
 
@@ -2054,4 +2078,4 @@ TEST_F(MalformedInputTest, WhatOnlyTheServerSetsIsIgnored) {
 }
 
 }  // namespace
-}  // namespace quantd::testing
+}  // namespace quantd::testing::malformed_input_test

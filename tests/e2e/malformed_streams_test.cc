@@ -53,7 +53,7 @@
 #include "tests/support/server_process.h"
 #include "tests/support/temporary_directory.h"
 
-namespace quantd::testing {
+namespace quantd::testing::malformed_streams_test {
 namespace {
 
 using google::protobuf::Message;
@@ -1635,7 +1635,7 @@ class MalformedStreamsTest : public ::testing::TestWithParam<uint64_t> {
   static void ExpectIdle() {
     for (const char* gauge : {"quantd_active_streams", "quantd_active_tensors",
                               "quantd_memory_budget_used_bytes"}) {
-      EXPECT_TRUE(PollUntil(absl::Seconds(30), [&] {
+      EXPECT_TRUE(PollUntil(absl::Minutes(2), [&] {
         return Scrape(gauge) == 0;
       })) << gauge;
     }
@@ -1695,4 +1695,4 @@ INSTANTIATE_TEST_SUITE_P(Random, MalformedStreamsTest,
                          });
 
 }  // namespace
-}  // namespace quantd::testing
+}  // namespace quantd::testing::malformed_streams_test

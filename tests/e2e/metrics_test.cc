@@ -3,7 +3,6 @@
 
 #include <signal.h>
 
-#include <chrono>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -16,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "gmock/gmock.h"
 #include "grpcpp/grpcpp.h"
@@ -29,15 +29,16 @@
 #include "tests/support/tensor_streams.h"
 #include "tests/support/test_server.h"
 
-namespace quantd::testing {
+namespace quantd::testing::metrics_test {
 namespace {
 
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
+constexpr absl::Duration kLongEnough = absl::Minutes(2);
+
 void SetDeadline(grpc::ClientContext* context) {
-  context->set_deadline(std::chrono::system_clock::now() +
-                        std::chrono::seconds(60));
+  context->set_deadline(absl::ToChronoTime(absl::Now() + kLongEnough));
 }
 
 class MetricsE2eTest : public ::testing::Test {
@@ -72,10 +73,10 @@ class MetricsE2eTest : public ::testing::Test {
     return 0;
   }
 
-  // Expects a gauge to get to a value soon.
+  // Expects a gauge to get to a value.
   void ExpectValue(const std::string& series, double expected) {
     double value = 0;
-    PollUntil(absl::Seconds(20), [&] {
+    PollUntil(kLongEnough, [&] {
       value = Scrape(series);
       return value == expected;
     });
@@ -96,7 +97,7 @@ class MetricsE2eTest : public ::testing::Test {
       const std::string& series = steps[i].first;
       const double step = steps[i].second;
       double moved = 0;
-      PollUntil(absl::Seconds(20), [&] {
+      PollUntil(kLongEnough, [&] {
         moved = Scrape(series) - before[i];
         return moved == step;
       });
@@ -472,7 +473,7 @@ TEST_F(MetricsE2eTest, OpenStreamsAndTensorsAndTheirMemoryShow) {
   ExpectValue("quantd_active_tensors", 1);
   EXPECT_GT(Scrape("quantd_memory_budget_bytes"), 0);
   double used = 0;
-  EXPECT_TRUE(PollUntil(absl::Seconds(20), [&] {
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] {
     used = Scrape("quantd_memory_budget_used_bytes");
     return used >= kHalf;
   })) << used;
@@ -556,7 +557,7 @@ TEST_F(MetricsE2eTest, ProbesAnswerAndReadinessEndsWithDraining) {
   // Up for long after readiness has ended.
   Start({}, "10m");
   server_->Signal(SIGTERM);
-  EXPECT_TRUE(PollUntil(absl::Seconds(20), [&] {
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] {
     return absl::StartsWith(HttpGet(server_->metrics_address(), "/readyz"),
                             "HTTP/1.1 503 ");
   }));
@@ -567,4 +568,4 @@ TEST_F(MetricsE2eTest, ProbesAnswerAndReadinessEndsWithDraining) {
 }
 
 }  // namespace
-}  // namespace quantd::testing
+}  // namespace quantd::testing::metrics_test

@@ -11,7 +11,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "gmock/gmock.h"
 #include "google/protobuf/repeated_ptr_field.h"
@@ -19,10 +18,11 @@
 #include "gtest/gtest.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
+#include "tests/support/metric_value.h"
 #include "tests/support/tensor_streams.h"
 #include "tests/support/test_server.h"
 
-namespace quantd::testing {
+namespace quantd::testing::ties_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -481,12 +481,10 @@ TEST_F(TiesMemoryTest, WhatTiedTensorsHoldIsChargedAndGivenBack) {
   for (const auto& [tensor, response] : Compute(request)) {
     EXPECT_FALSE(response.has_error()) << tensor << response.error().message();
   }
-  const absl::Time deadline = absl::Now() + absl::Seconds(30);
-  while (server_.server().memory_used_bytes() != 0) {
-    ASSERT_LT(absl::Now(), deadline) << server_.server().memory_used_bytes();
-    absl::SleepFor(absl::Milliseconds(1));
-  }
+  EXPECT_TRUE(PollUntil(absl::Minutes(2), [&] {
+    return server_.server().memory_used_bytes() == 0;
+  })) << server_.server().memory_used_bytes();
 }
 
 }  // namespace
-}  // namespace quantd::testing
+}  // namespace quantd::testing::ties_test

@@ -20,6 +20,7 @@
 #include "tests/fuzz/fuzz_target.h"
 
 namespace quantd::fuzz {
+namespace chunks_target {
 namespace {
 
 // How the input lays out the tensor; a byte each.
@@ -223,7 +224,10 @@ std::vector<std::string> Seeds() {
 }
 
 }  // namespace
+}  // namespace chunks_target
 
-FuzzTarget ChunksTarget() { return {"chunks", Run, Seeds}; }
+FuzzTarget ChunksTarget() {
+  return {"chunks", chunks_target::Run, chunks_target::Seeds};
+}
 
 }  // namespace quantd::fuzz

@@ -21,6 +21,7 @@
 #include "tests/fuzz/fuzz_target.h"
 
 namespace quantd::fuzz {
+namespace contribution_target {
 namespace {
 
 void GramToProto(const core::GramState& gram, v1::GramState* proto) {
@@ -118,9 +119,11 @@ std::vector<std::string> Seeds() {
 size_t MessageAt(absl::Span<const uint8_t> /*input*/) { return 0; }
 
 }  // namespace
+}  // namespace contribution_target
 
 FuzzTarget ContributionTarget() {
-  return {"contribution", Run, Seeds, MessageAt,
+  return {"contribution", contribution_target::Run, contribution_target::Seeds,
+          contribution_target::MessageAt,
           &v1::ContributionState::default_instance()};
 }
 

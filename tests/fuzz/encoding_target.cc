@@ -26,6 +26,7 @@
 #include "tests/fuzz/fuzz_target.h"
 
 namespace quantd::fuzz {
+namespace encoding_target {
 namespace {
 
 // Large enough for every vector loop and tail.
@@ -274,9 +275,11 @@ std::vector<std::string> Seeds() {
 size_t MessageAt(absl::Span<const uint8_t>) { return 2; }
 
 }  // namespace
+}  // namespace encoding_target
 
 FuzzTarget EncodingTarget() {
-  return {"encoding", Run, Seeds, MessageAt, &v1::Encoding::default_instance()};
+  return {"encoding", encoding_target::Run, encoding_target::Seeds,
+          encoding_target::MessageAt, &v1::Encoding::default_instance()};
 }
 
 }  // namespace quantd::fuzz

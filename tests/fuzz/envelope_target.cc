@@ -19,6 +19,7 @@
 #include "tests/fuzz/fuzz_target.h"
 
 namespace quantd::fuzz {
+namespace envelope_target {
 namespace {
 
 // Slices of up to `most` bytes, empty ones among them; all of it with 0.
@@ -160,10 +161,11 @@ std::vector<std::string> Seeds() {
 }
 
 }  // namespace
+}  // namespace envelope_target
 
 FuzzTarget EnvelopeTarget() {
-  return {"envelope", Run, Seeds, MessageAt,
-          &v1::QuantizeRequest::default_instance()};
+  return {"envelope", envelope_target::Run, envelope_target::Seeds,
+          envelope_target::MessageAt, &v1::QuantizeRequest::default_instance()};
 }
 
 }  // namespace quantd::fuzz

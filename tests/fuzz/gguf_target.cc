@@ -12,6 +12,7 @@
 #include "tests/support/gguf_bytes.h"
 
 namespace quantd::fuzz {
+namespace gguf_target {
 namespace {
 
 using testing::GgufText;
@@ -102,7 +103,10 @@ std::vector<std::string> Seeds() {
 }
 
 }  // namespace
+}  // namespace gguf_target
 
-FuzzTarget GgufTarget() { return {"gguf", Run, Seeds}; }
+FuzzTarget GgufTarget() {
+  return {"gguf", gguf_target::Run, gguf_target::Seeds};
+}
 
 }  // namespace quantd::fuzz

@@ -19,6 +19,7 @@
 #include "tests/fuzz/fuzz_target.h"
 
 namespace quantd::fuzz {
+namespace interchange_target {
 namespace {
 
 using server::EncodingsWriter;
@@ -142,7 +143,10 @@ std::vector<std::string> Seeds() {
 }
 
 }  // namespace
+}  // namespace interchange_target
 
-FuzzTarget InterchangeTarget() { return {"interchange", Run, Seeds}; }
+FuzzTarget InterchangeTarget() {
+  return {"interchange", interchange_target::Run, interchange_target::Seeds};
+}
 
 }  // namespace quantd::fuzz

@@ -9,6 +9,7 @@
 #include "tests/fuzz/fuzz_target.h"
 
 namespace quantd::fuzz {
+namespace npy_target {
 namespace {
 
 void Run(absl::Span<const uint8_t> input) {
@@ -69,7 +70,8 @@ std::vector<std::string> Seeds() {
 }
 
 }  // namespace
+}  // namespace npy_target
 
-FuzzTarget NpyTarget() { return {"npy", Run, Seeds}; }
+FuzzTarget NpyTarget() { return {"npy", npy_target::Run, npy_target::Seeds}; }
 
 }  // namespace quantd::fuzz

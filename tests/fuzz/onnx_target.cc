@@ -12,6 +12,7 @@
 #include "tests/support/onnx_bytes.h"
 
 namespace quantd::fuzz {
+namespace onnx_target {
 namespace {
 
 using testing::BytesField;
@@ -62,7 +63,10 @@ std::vector<std::string> Seeds() {
 }
 
 }  // namespace
+}  // namespace onnx_target
 
-FuzzTarget OnnxTarget() { return {"onnx", Run, Seeds}; }
+FuzzTarget OnnxTarget() {
+  return {"onnx", onnx_target::Run, onnx_target::Seeds};
+}
 
 }  // namespace quantd::fuzz

@@ -10,6 +10,7 @@
 #include "tests/fuzz/fuzz_target.h"
 
 namespace quantd::fuzz {
+namespace safetensors_target {
 namespace {
 
 constexpr size_t kLengthBytes = 8;
@@ -89,7 +90,10 @@ std::vector<std::string> Seeds() {
 }
 
 }  // namespace
+}  // namespace safetensors_target
 
-FuzzTarget SafetensorsTarget() { return {"safetensors", Run, Seeds}; }
+FuzzTarget SafetensorsTarget() {
+  return {"safetensors", safetensors_target::Run, safetensors_target::Seeds};
+}
 
 }  // namespace quantd::fuzz

@@ -30,6 +30,7 @@
 #include "tests/fuzz/fuzz_target.h"
 
 namespace quantd::fuzz {
+namespace spec_target {
 namespace {
 
 // The search costs in proportion; what a fuzzer is after is elsewhere.
@@ -240,9 +241,11 @@ size_t MessageAt(absl::Span<const uint8_t> input) {
 }
 
 }  // namespace
+}  // namespace spec_target
 
 FuzzTarget SpecTarget() {
-  return {"spec", Run, Seeds, MessageAt, &v1::EncodingSpec::default_instance()};
+  return {"spec", spec_target::Run, spec_target::Seeds, spec_target::MessageAt,
+          &v1::EncodingSpec::default_instance()};
 }
 
 }  // namespace quantd::fuzz

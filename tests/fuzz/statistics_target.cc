@@ -20,6 +20,7 @@
 #include "tests/fuzz/fuzz_target.h"
 
 namespace quantd::fuzz {
+namespace statistics_target {
 namespace {
 
 std::string Serialized(const core::StatisticsState& state) {
@@ -167,9 +168,11 @@ size_t MessageAt(absl::Span<const uint8_t> input) {
 }
 
 }  // namespace
+}  // namespace statistics_target
 
 FuzzTarget StatisticsTarget() {
-  return {"statistics", Run, Seeds, MessageAt,
+  return {"statistics", statistics_target::Run, statistics_target::Seeds,
+          statistics_target::MessageAt,
           &v1::StatisticsState::default_instance()};
 }
 

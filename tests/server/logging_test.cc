@@ -88,13 +88,13 @@ TEST(LineLimiterTest, KindsAreBounded) {
 
 TEST(LoggingTest, AFloodOfErrorsIsTenLines) {
   StartLogging(LogLevel::kInfo, LogFormat::kText);
-  testing::internal::CaptureStderr();
+  ::testing::internal::CaptureStderr();
   for (int i = 0; i < 100; ++i) Log(LogLevel::kError, "flood", {{"i", i}});
   for (int i = 0; i < 100; ++i) Log(LogLevel::kInfo, "asked for");
   for (int i = 0; i < 100; ++i) {
     gpr_log("a/b/file.cc", 7, GPR_LOG_SEVERITY_ERROR, "stranger %d", i);
   }
-  const std::string text = testing::internal::GetCapturedStderr();
+  const std::string text = ::testing::internal::GetCapturedStderr();
   EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 10 + 100 + 10);
   EXPECT_NE(text.find("stranger 9 source=grpc/file.cc:7"), std::string::npos)
       << text;
@@ -102,10 +102,10 @@ TEST(LoggingTest, AFloodOfErrorsIsTenLines) {
 
 TEST(LoggingTest, WritesLinesOfTheLevelAndAbove) {
   StartLogging(LogLevel::kWarning, LogFormat::kJson);
-  testing::internal::CaptureStderr();
+  ::testing::internal::CaptureStderr();
   Log(LogLevel::kInfo, "quiet");
   Log(LogLevel::kError, "loud", {{"n", 1}});
-  const std::string written = testing::internal::GetCapturedStderr();
+  const std::string written = ::testing::internal::GetCapturedStderr();
   StartLogging(LogLevel::kInfo, LogFormat::kText);
   EXPECT_EQ(written.find("quiet"), std::string::npos);
   EXPECT_NE(written.find("\"message\":\"loud\",\"n\":1}\n"), std::string::npos)

@@ -24,7 +24,7 @@
 namespace quantd::testing {
 namespace {
 
-constexpr absl::Duration kStartTimeout = absl::Seconds(30);
+constexpr absl::Duration kClusterStartTimeout = absl::Minutes(2);
 
 // The programs of the newest version there is; empty for none. They are not on
 // the PATH of Debian.
@@ -102,7 +102,7 @@ void PostgresqlCluster::Start() {
   pid_ = Spawn("postgres", {"-D", directory_.File("data"), "-k",
                             directory_.path(), "-c", "listen_addresses=", "-c",
                             "fsync=off", "-c", "max_connections=100"});
-  const absl::Time deadline = absl::Now() + kStartTimeout;
+  const absl::Time deadline = absl::Now() + kClusterStartTimeout;
   while (PQping(Url().c_str()) != PQPING_OK) {
     if (waitpid(pid_, nullptr, WNOHANG) == pid_) Die("it ended");
     if (absl::Now() > deadline) Die("it does not answer");

@@ -18,7 +18,7 @@ class RawStream {
   // Starts a call of e.g. "/quantd.v1.QuantizationService/Quantize".
   RawStream(const std::shared_ptr<grpc::Channel>& channel,
             const std::string& method,
-            absl::Duration timeout = absl::Seconds(60));
+            absl::Duration timeout = absl::Minutes(2));
   // Cancels what has not ended.
   ~RawStream();
 

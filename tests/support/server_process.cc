@@ -24,7 +24,7 @@
 namespace quantd::testing {
 namespace {
 
-constexpr absl::Duration kStartTimeout = absl::Seconds(60);
+constexpr absl::Duration kStartTimeout = absl::Minutes(2);
 
 std::string ReadFile(const std::string& path) {
   std::ifstream file(path, std::ios::binary);

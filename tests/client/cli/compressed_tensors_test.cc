@@ -11,8 +11,6 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "client/cli/compressed_model.h"
 #include "client/cli/compressed_reader.h"
@@ -196,13 +194,13 @@ TEST_F(CompressedTensorsTest, TargetsMatchAsPythonsReMatch) {
                                    {"head.weight", "int3"}}));
 }
 
-TEST_F(CompressedTensorsTest, HostileRegularExpressionsAreRefusedSoon) {
+// By backtracking some of them would never come to an end.
+TEST_F(CompressedTensorsTest, RefusesHostileRegularExpressions) {
   const auto repeat = [](const std::string& text, int count) {
     std::string repeated;
     for (int i = 0; i < count; ++i) repeated += text;
     return repeated;
   };
-  const absl::Time begin = absl::Now();
   for (const std::string& pattern :
        {repeat("(", 400) + "a" + repeat(")", 400) + "\\1",
         repeat("(", 500000) + "a" + repeat(")", 500000),
@@ -225,7 +223,6 @@ TEST_F(CompressedTensorsTest, HostileRegularExpressionsAreRefusedSoon) {
             absl::StatusCode::kUnimplemented);
   // None that is not needed is looked at.
   EXPECT_TRUE(ReadModules({"m"}, {{8, {"m", "re:("}}}).ok());
-  EXPECT_LT(absl::Now() - begin, absl::Seconds(60));
 }
 
 }  // namespace

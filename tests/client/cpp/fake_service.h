@@ -117,7 +117,7 @@ struct Faults {
   std::atomic<bool> silent{false};
   // Bytes that were read of tensors called "bad*", which fail at once.
   std::atomic<int64_t> bytes_of_bad_tensors{0};
-  // Read nothing more after a tensor called "bad*" until it was noticed.
+  // Read a tensor called "bad*" slowly until it was noticed.
   std::atomic<bool> wait_after_bad{false};
   absl::Notification bad_was_noticed;
 };
@@ -189,9 +189,6 @@ class FakeQuantizationService final : public v1::QuantizationService::Service {
         if (response.has_error()) {
           is_open = false;
           stream->Write(response);
-          if (faults_.wait_after_bad) {
-            faults_.bad_was_noticed.WaitForNotification();
-          }
         } else {
           auto* const answer = response.mutable_header();
           *answer->mutable_name() = header.tensor().name();
@@ -210,6 +207,12 @@ class FakeQuantizationService final : public v1::QuantizationService::Service {
       }
       if (!is_open) {
         faults_.bytes_of_bad_tensors += request.data().size();
+        // Not for ever: the client gives no tensor back to its caller in the
+        // middle of a message.
+        if (faults_.wait_after_bad) {
+          faults_.bad_was_noticed.WaitForNotificationWithTimeout(
+              absl::Milliseconds(100));
+        }
         continue;
       }
       if (request.offset() != received) {

@@ -11,7 +11,7 @@
 #include "client/files/gguf_types.h"
 #include "gtest/gtest.h"
 
-namespace quantd::files {
+namespace quantd::files::gguf_encoders_test {
 namespace {
 
 constexpr size_t kElements = 256;
@@ -200,4 +200,4 @@ TEST(GgufEncodersTest, TakeMagnitudesThatFloat16ScalesHave) {
 }
 
 }  // namespace
-}  // namespace quantd::files
+}  // namespace quantd::files::gguf_encoders_test

@@ -16,7 +16,7 @@
 #include "tests/support/gguf_bytes.h"
 #include "tests/support/temporary_directory.h"
 
-namespace quantd::files {
+namespace quantd::files::gguf_test {
 namespace {
 
 using quantd::testing::GgufText;
@@ -240,4 +240,4 @@ TEST_F(GgufTest, RefusesOtherVersionsAndBigEndianFiles) {
 }
 
 }  // namespace
-}  // namespace quantd::files
+}  // namespace quantd::files::gguf_test

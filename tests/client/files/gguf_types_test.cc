@@ -11,7 +11,7 @@
 #include "client/files/dtype.h"
 #include "gtest/gtest.h"
 
-namespace quantd::files {
+namespace quantd::files::gguf_types_test {
 namespace {
 
 constexpr size_t kBlocks = 100;
@@ -111,4 +111,4 @@ TEST(GgufTypesTest, EveryTypeIsPlainOrHasADecoder) {
 }
 
 }  // namespace
-}  // namespace quantd::files
+}  // namespace quantd::files::gguf_types_test

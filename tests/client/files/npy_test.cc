@@ -12,7 +12,7 @@
 #include "gtest/gtest.h"
 #include "tests/support/temporary_directory.h"
 
-namespace quantd::files {
+namespace quantd::files::npy_test {
 namespace {
 
 class NpyTest : public ::testing::Test {
@@ -208,4 +208,4 @@ TEST_F(NpyTest, EveryCutAndEveryFlippedByteIsReadOrRefused) {
 }
 
 }  // namespace
-}  // namespace quantd::files
+}  // namespace quantd::files::npy_test

@@ -17,7 +17,7 @@
 #include "tests/support/paths.h"
 #include "tests/support/temporary_directory.h"
 
-namespace quantd::files {
+namespace quantd::files::safetensors_test {
 namespace {
 
 class SafetensorsTest : public ::testing::Test {
@@ -356,4 +356,4 @@ TEST_F(SafetensorsTest, EveryCutAndEveryFlippedByteIsReadOrRefused) {
 }
 
 }  // namespace
-}  // namespace quantd::files
+}  // namespace quantd::files::safetensors_test

@@ -951,7 +951,7 @@ class ClientTest(unittest.TestCase):
                    if thread.name == "quantd-stream"]
         client.close()
         for thread in threads[-1:]:
-            thread.join(10)
+            thread.join(live_server.PATIENCE_S)
             self.assertFalse(thread.is_alive())
         self.assertLessEqual(threading.active_count(), before + 2)
 
@@ -988,12 +988,12 @@ class RestartTest(unittest.TestCase):
                 self.assertFalse(retrying.is_set())
                 tensor = pool.submit(client.quantize, x, "int8")
                 names = pool.submit(lambda: list(client.list_models()))
-                self.assertTrue(retrying.wait(60))
+                self.assertTrue(retrying.wait(live_server.PATIENCE_S))
                 self.assertFalse(tensor.done())
                 with server():
-                    np.testing.assert_array_equal(tensor.result(60).codes,
-                                                  want.codes)
-                    self.assertEqual(names.result(60), [])
+                    np.testing.assert_array_equal(
+                        tensor.result(live_server.PATIENCE_S).codes, want.codes)
+                    self.assertEqual(names.result(live_server.PATIENCE_S), [])
                     client.close()
 
     def test_WithoutAServerTheErrorNamesIt(self):
@@ -1472,24 +1472,48 @@ class MisbehavingServerTest(unittest.TestCase):
 
         def script(call, requests, context):
             context.add_callback(released.set)
-            released.wait(60)
+            released.wait(live_server.PATIENCE_S)
             yield from ()
 
         error = self.assert_reason("TIMEOUT", script, timeout=0.2)
         self.assertEqual(error.code, grpc.StatusCode.DEADLINE_EXCEEDED)
-        self.assertTrue(released.is_set())
+        self.assertTrue(released.wait(live_server.PATIENCE_S))
 
     def test_WhatMovesIsNotLate(self):
+        # The client's clock, which stands still but where the script moves it.
+        clock = mock.Mock()
+        clock.monotonic.return_value = 0.0
+
+        class Restless(_stream._apart.Condition):
+            """Has its users look at the clock again and again."""
+
+            def wait(self, timeout=None):
+                return super().wait(0.01)
+
+        accepted = threading.Semaphore(0)
+        accept = _stream.StreamCall._accept
+
+        def accept_and_tell(call, message):
+            accept(call, message)
+            accepted.release()
+
         def script(call, requests, context):
             next(requests)
             yield qs.QuantizeResponse(header=answer(b"", size=3).header)
             for n in range(3):
+                accepted.acquire()
                 # Longer than the timeout altogether.
-                threading.Event().wait(0.3)
+                clock.monotonic.return_value += 36.0
+                looks = clock.monotonic.call_count
+                live_server.eventually(
+                    lambda: clock.monotonic.call_count > looks + 1)
                 yield qs.QuantizeResponse(offset=n, data=bytes([n + 1]))
             yield qs.QuantizeResponse(summary=answer().summary)
 
-        self.assertEqual(self.quantize(script, timeout=0.6)[0], [1, 2, 3])
+        with mock.patch.object(_stream, "time", clock), mock.patch.object(
+                _stream._apart, "Condition", Restless), mock.patch.object(
+                    _stream.StreamCall, "_accept", accept_and_tell):
+            self.assertEqual(self.quantize(script, timeout=60)[0], [1, 2, 3])
 
     def test_DetailsOfAStatusAreRead(self):
         # google.rpc.Status with BadRequest{field: "a.b"} and

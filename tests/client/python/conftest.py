@@ -23,7 +23,8 @@ def pytest_addoption(parser):
 @pytest.fixture(scope="module")
 def server(request):
     """A live quantd, and a store of its own, for all tests of a file."""
-    with live_server.LiveServer(request.config.getoption("--quantd")) as live:
+    with live_server.LiveServer(request.config.getoption("--quantd"),
+                                flags=["--drain-delay", "0"]) as live:
         yield live
 
 

@@ -16,6 +16,7 @@ import pytest
 import numpy as np
 
 import package
+import live_server
 import quantd
 from quantd import report
 
@@ -69,8 +70,8 @@ def browse(path, folder, script="", style=""):
          f"--user-data-dir={folder}/chromium", "--window-size=1280,3000",
          "--virtual-time-budget=20000", "--dump-dom", f"file://{copy}"],
         env={**os.environ, "TMPDIR": str(folder), "HOME": str(folder)},
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=120,
-        check=True).stdout.decode()
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        timeout=live_server.PATIENCE_S, check=True).stdout.decode()
 
 
 # Marks what was drawn, how far anything sticks out, how many different signs

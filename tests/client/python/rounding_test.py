@@ -1,6 +1,7 @@
 """Gram matrices of a layer's inputs, and rounding that makes up for its own
 errors: what it does to the outputs of two networks."""
 
+import functools
 import os
 
 import numpy as np
@@ -112,21 +113,24 @@ def language_model(client):
         client.calibrate(inputs.rows(module, weights[module + ".weight"]),
                          quantd.TensorName("char-lm", module + ".input"),
                          contribution=contribution())
-    return weights, modules, sequences["validation"][:SEQUENCES]
+    weighed = sequences["validation"][:SEQUENCES]
+    plain = rules.bits_per_byte(weights, weighed, lambda _, x: x)
+
+    @functools.cache
+    def loss(spec, is_compensated=False):
+        """Bits per byte that quantizing adds."""
+        return rules.bits_per_byte(
+            restored(client, "char-lm", weights, modules, spec,
+                     is_compensated), weighed, lambda _, x: x) - plain
+
+    return plain, loss
 
 
 @pytest.mark.parametrize("spec,most", [
     ("int4:group:128", .30), ("int3:group:32", .40), ("int2:group:32", .70)])
-def test_language_model(client, language_model, spec, most):
-    weights, modules, sequences = language_model
-
-    def loss(of_spec, is_compensated):
-        return rules.bits_per_byte(
-            restored(client, "char-lm", weights, modules, of_spec,
-                     is_compensated), sequences, lambda _, x: x) - plain
-
-    plain = rules.bits_per_byte(weights, sequences, lambda _, x: x)
-    nearest = loss(spec + ":mse", False)
+def test_language_model(language_model, spec, most):
+    plain, loss = language_model
+    nearest = loss(spec + ":mse")
     # The better of the two scales for so few bits.
     compensated = loss(spec + (":mse" if spec.startswith("int2") else ""), True)
     print(f"{spec}: bits per byte over {plain:.4f}: mse {nearest:.4f}, "
@@ -136,15 +140,8 @@ def test_language_model(client, language_model, spec, most):
 
 @pytest.mark.parametrize("spec", [
     f"int{bits}:group:{size}" for bits in (4, 3, 2) for size in (32, 128)])
-def test_importance_costs_little(client, language_model, spec):
-    weights, modules, sequences = language_model
-
-    def loss(of_spec):
-        return rules.bits_per_byte(
-            restored(client, "char-lm", weights, modules, of_spec, False),
-            sequences, lambda _, x: x) - plain
-
-    plain = rules.bits_per_byte(weights, sequences, lambda _, x: x)
+def test_importance_costs_little(language_model, spec):
+    plain, loss = language_model
     by_tensor = loss(spec + ":mse")
     by_output = loss(spec + ":mse:importance")
     print(f"{spec}: bits per byte over {plain:.4f}: mse {by_tensor:.4f}, "

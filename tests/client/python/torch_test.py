@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from unittest import mock
 
@@ -399,9 +398,12 @@ def test_ErrorsAreRaisedOrAreWarnings(client, tmp_path):
 
 def test_ABlockThatEndsWithAnExceptionWaitsForNoRetries(tmp_path):
     model, data = small_model(), batches(3)
-    nobody = quantd.Client(f"unix:{tmp_path}/nobody", max_retries=60,
-                           max_backoff=0.5)
-    with nobody, pytest.warns(RuntimeWarning, match="not answered: 6"):
+    nobody = quantd.Client(f"unix:{tmp_path}/nobody", max_retries=3)
+    released = threading.Event()
+    with nobody, mock.patch.object(
+            nobody._connection, "pause",
+            lambda seconds, error: released.wait(TIMEOUT_S)), (
+                pytest.warns(RuntimeWarning, match="not answered: 6")):
         with pytest.raises(KeyError):
             with quantd.torch.calibrate(model, nobody, model_name="t/left",
                                         source="rank-0", start=0) as block:
@@ -414,27 +416,56 @@ def test_ABlockThatEndsWithAnExceptionWaitsForNoRetries(tmp_path):
         block.flush()
         model(data[0])
         assert set(block.sequences.values()) == {3}
-    sender.join(60)
-    assert not sender.is_alive()
+        released.set()
+        sender.join(TIMEOUT_S)
+        assert not sender.is_alive()
 
 
-def test_AServerThatIsAwayTakesLittleTimeOfTrainingThatGoesOn(tmp_path):
+class SlowClient:
+    """Takes 0.3 s of a clock for every try, which begins once `may_begin`."""
+
+    def __init__(self, client, clock, may_begin):
+        self._client = client
+        self._clock = clock
+        self._may_begin = may_begin
+        self.tries = 0
+
+    def calibrate_many(self, *args, **kwargs):
+        self._may_begin.wait(TIMEOUT_S)
+        self.tries += 1
+        self._clock.monotonic.return_value += 0.3
+        return self._client.calibrate_many(*args, **kwargs)
+
+
+def test_AServerThatIsAwayIsAskedNoMoreWhileTrainingGoesOn(tmp_path):
     model, data = small_model(), batches(40)
-    with quantd.Client(f"unix:{tmp_path}/nobody", retry_for=0.3,
-                       max_backoff=0.05) as nobody, (
-                           warnings.catch_warnings(record=True)) as caught:
+    clock, waits = mock.Mock(), threading.Event()
+    clock.monotonic.return_value = 1000.0
+    await_room = quantd.torch.Calibration._await_room
+    copies = []
+
+    def noted(block, size):
+        copies.append(size)
+        if len(copies) == 2:
+            waits.set()
+        await_room(block, size)
+
+    with quantd.Client(f"unix:{tmp_path}/nobody", retry_for=0) as nobody, (
+            mock.patch.object(quantd.torch, "time", clock)), (
+                mock.patch.object(quantd.torch.Calibration, "_await_room",
+                                  noted)), (
+                    warnings.catch_warnings(record=True)) as caught:
         warnings.simplefilter("always")
-        begin = time.monotonic()
-        with quantd.torch.calibrate(model, nobody, model_name="t/away",
+        slow = SlowClient(nobody, clock, waits)
+        with quantd.torch.calibrate(model, slow, model_name="t/away",
                                     source="rank-0", start=0, on_error="warn",
                                     max_pending_bytes=1) as block:
             for x in data:
                 model(x)
-        # A copy may wait at a time: each of 80 would have taken 0.3 s.
-        assert time.monotonic() - begin < 10
+        # The first copy, and the one that waited meanwhile, of 80.
+        assert slow.tries == 2
         assert set(block.sequences.values()) == {40}
-    # Three seconds, less what passed before the warning was made.
-    assert any(re.search(r"the server is away; for [1-3] s", str(one.message))
+    assert any("the server is away; for 3 s" in str(one.message)
                for one in caught)
 
 
@@ -531,10 +562,7 @@ def test_WarningsAreAllThatStaysOfAServerThatIsGone(client, server, tmp_path,
                    for thread in threading.enumerate())
     del x
     # A thread of gRPC may have a request still that it was about to send.
-    end = time.monotonic() + 10
-    while tensors_of(1777 * 64) != before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert tensors_of(1777 * 64) == before
+    assert live_server.eventually(lambda: tensors_of(1777 * 64) == before)
 
 
 def test_APatternWithoutAModuleIsAnError(client):

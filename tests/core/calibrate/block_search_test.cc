@@ -28,7 +28,7 @@
 #include "tests/core/calibrate/calibrate_test_util.h"
 #include "tests/core/kernel_test_util.h"
 
-namespace quantd::core {
+namespace quantd::core::block_search_test {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -1037,4 +1037,4 @@ TEST(BlockSearchTest, TakesElementsOfAnyMagnitude) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::block_search_test

@@ -13,7 +13,7 @@
 #include "tests/core/calibrate/calibrate_test_util.h"
 #include "tests/core/kernel_test_util.h"
 
-namespace quantd::core {
+namespace quantd::core::calibrate_test {
 namespace {
 
 constexpr float kSmallestNormal = 1.17549435e-38f;
@@ -388,4 +388,4 @@ TEST(CalibrateTest, CoversTheDataItSaw) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::calibrate_test

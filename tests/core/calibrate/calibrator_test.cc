@@ -7,17 +7,14 @@
 #include <limits>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "core/calibrate/calibrate.h"
 #include "core/calibrate/entropy.h"
 #include "core/calibrate/range_scaler.h"
+#include "core/calibrate/scale_indices.h"
 #include "core/errors.h"
-#include "core/parallel/steady_clock.h"
 #include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
 #include "core/statistics/held_tensor.h"
@@ -25,7 +22,7 @@
 #include "gtest/gtest.h"
 #include "tests/core/calibrate/calibrate_test_util.h"
 
-namespace quantd::core {
+namespace quantd::core::calibrator_test {
 namespace {
 
 void ExpectSame(const Calibration& got, const Calibration& want) {
@@ -89,39 +86,50 @@ TEST(CalibratorTest, GivesTheSameBitsOnAnyNumberOfThreads) {
   }
 }
 
-// Stops a search while it is under way; how long it went on.
-absl::Duration TimeToStop(const EncodingSpec& spec, const Sample& sample,
-                          ThreadPool* pool, const HeldTensor* held = nullptr) {
-  std::atomic<bool> stopped{false};
-  absl::Duration stop_time;
-  std::thread stopper([&] {
-    absl::SleepFor(absl::Milliseconds(5));
-    stop_time = SteadyNow();
-    stopped = true;
-  });
-  const auto got = Calibrate(spec, sample.layout, sample.statistics, {}, pool,
-                             StopToken(&stopped), held);
-  const absl::Duration end_time = SteadyNow();
-  stopper.join();
-  EXPECT_TRUE(absl::IsCancelled(got.status())) << got.status();
-  return end_time - stop_time;
+// Stops a calibration at several of its looks at the stop token. It must look
+// at least `least_looks` times on the whole, so that it works little between
+// two looks. Once it is stopped it must end within few more looks.
+void ExpectStopsAnywhere(const EncodingSpec& spec, const Sample& sample,
+                         ThreadPool* pool, int64_t least_looks,
+                         const HeldTensor* held = nullptr) {
+  std::atomic<int64_t> looks_left{0};
+  const auto calibrate = [&](int64_t looks) {
+    looks_left = looks;
+    return Calibrate(spec, sample.layout, sample.statistics, {}, pool,
+                     StopToken::AfterLooks(&looks_left), held)
+        .status();
+  };
+  constexpr int64_t kNever = int64_t{1} << 40;
+  const absl::Status whole = calibrate(kNever);
+  ASSERT_TRUE(whole.ok()) << whole;
+  const int64_t all_looks = kNever - looks_left;
+  EXPECT_GE(all_looks, least_looks);
+  // Each thread may begin with some more scales, and looks some times for each.
+  const int64_t most_after = 100 * LaneCount(pool);
+  for (int64_t looks = all_looks / 2; looks > 0; looks /= 8) {
+    SCOPED_TRACE(looks);
+    const absl::Status stopped = calibrate(looks);
+    EXPECT_TRUE(absl::IsCancelled(stopped)) << stopped;
+    EXPECT_LE(-looks_left, most_after);
+  }
 }
 
 TEST(CalibratorTest, StopsWithinOneSearch) {
-  // Of some 100 ms.
   const Sample sample(ElementType::kFloat32, Values(1 << 18), 10);
   ThreadPool pool(2);
   EncodingSpec spec = Spec("int16", Symmetry::kAsymmetric);
-  spec.search_steps = 128;
+  spec.search_steps = 64;
+  // There is one scale, for which 64 * 64 ranges are tried.
+  constexpr int64_t kLeastLooks = 1000;
   for (const auto method :
        {CalibrationMethod::kMse, CalibrationMethod::kSqnr}) {
     SCOPED_TRACE(static_cast<int>(method));
     spec.method = method;
-    EXPECT_LT(TimeToStop(spec, sample, &pool), absl::Milliseconds(500));
+    ExpectStopsAnywhere(spec, sample, &pool, kLeastLooks);
   }
   spec.methods = {CalibrationMethod::kMinMax, CalibrationMethod::kMse};
   spec.method = CalibrationMethod::kBestOf;
-  EXPECT_LT(TimeToStop(spec, sample, &pool), absl::Milliseconds(500));
+  ExpectStopsAnywhere(spec, sample, &pool, kLeastLooks);
 }
 
 TEST(CalibratorTest, StopsWithinOneSearchForEntropy) {
@@ -136,7 +144,8 @@ TEST(CalibratorTest, StopsWithinOneSearchForEntropy) {
 
 TEST(CalibratorTest, StopsBetweenScaleIndices) {
   const std::vector<int64_t> block_size = {1, 64};
-  const std::vector<int64_t> shape = {1 << 14, 64};
+  constexpr int64_t kScales = 1 << 14;
+  const std::vector<int64_t> shape = {kScales, 64};
   const Sample sample(ElementType::kFloat32, Values(shape[0] * shape[1]), 0,
                       shape, block_size);
   const HeldTensor held(sample.layout, sample.type, shape[0] * shape[1],
@@ -145,8 +154,8 @@ TEST(CalibratorTest, StopsBetweenScaleIndices) {
   spec.block_size = block_size;
   spec.method = CalibrationMethod::kMse;
   ThreadPool pool(2);
-  EXPECT_LT(TimeToStop(spec, sample, &pool, &held), absl::Seconds(1));
-  EXPECT_LT(TimeToStop(spec, sample, nullptr, &held), absl::Seconds(1));
+  ExpectStopsAnywhere(spec, sample, &pool, /*least_looks=*/kScales, &held);
+  ExpectStopsAnywhere(spec, sample, nullptr, /*least_looks=*/kScales, &held);
 }
 
 TEST(CalibratorTest, GivesNothingWhenItWasStoppedBefore) {
@@ -307,4 +316,4 @@ TEST(CalibratorTest, RefusesToSearchFinerThanTheStatisticsAre) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::calibrator_test

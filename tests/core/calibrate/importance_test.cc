@@ -23,7 +23,7 @@
 #include "tests/core/calibrate/calibrate_test_util.h"
 #include "tests/core/kernel_test_util.h"
 
-namespace quantd::core {
+namespace quantd::core::importance_test {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -331,4 +331,4 @@ TEST(ImportanceTest, RefusesWhatItCannotWeigh) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::importance_test

@@ -7,19 +7,15 @@
 #include <cstdint>
 #include <limits>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "core/parallel/steady_clock.h"
 #include "core/parallel/stop_token.h"
 #include "gtest/gtest.h"
 #include "tests/core/heap_bytes.h"
 
-namespace quantd::core {
+namespace quantd::core::mixed_precision_test {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -286,31 +282,32 @@ TEST(MixedPrecisionTest, LeavesOutASpecThatATensorLacks) {
   EXPECT_EQ(Best(tensors, 40).choice, (std::vector<int>{2, 1}));
 }
 
-TEST(MixedPrecisionTest, ReturnsPromptlyWhenItIsStopped) {
+// It looks at the stop token for every so many tensors, and goes no further
+// once that says so.
+TEST(MixedPrecisionTest, ReturnsAtTheLookThatFindsItStopped) {
+  constexpr size_t kTensors = 100'000;
   std::mt19937 random(2);
-  const std::vector<TensorOptions> tensors = NetworkOf(100'000, 16, &random);
+  const std::vector<TensorOptions> tensors = NetworkOf(kTensors, 16, &random);
   const int64_t limit = RandomLimit(EndsOf(tensors), &random);
-  std::atomic<bool> stopped{true};
-  EXPECT_TRUE(absl::IsCancelled(
-      SmallestMixture(tensors, 20, StopToken(&stopped)).status()));
-  EXPECT_TRUE(absl::IsCancelled(
-      BestMixture(tensors, limit, StopToken(&stopped)).status()));
-  // Wherever it is by then: the whole takes some 200 ms.
-  for (int milliseconds = 1; milliseconds < 256; milliseconds *= 2) {
-    stopped = false;
-    absl::Duration stop_time;
-    std::thread stopper([&] {
-      absl::SleepFor(absl::Milliseconds(milliseconds));
-      stop_time = SteadyNow();
-      stopped = true;
-    });
-    const auto mixture = BestMixture(tensors, limit, StopToken(&stopped));
-    const absl::Duration end_time = SteadyNow();
-    stopper.join();
-    if (mixture.ok()) break;
-    EXPECT_TRUE(absl::IsCancelled(mixture.status()));
-    EXPECT_LT(end_time - stop_time, absl::Milliseconds(500));
-  }
+  std::atomic<int64_t> looks_left{0};
+  const StopToken stop = StopToken::AfterLooks(&looks_left);
+  const auto expect_stops_anywhere = [&](auto search) {
+    constexpr int64_t kNever = int64_t{1} << 40;
+    looks_left = kNever;
+    EXPECT_TRUE(search().ok());
+    const int64_t all_looks = kNever - looks_left;
+    EXPECT_GE(all_looks, int64_t{kTensors} / 100);
+    for (int64_t looks = all_looks - 1; looks > 0; looks /= 4) {
+      looks_left = looks;
+      EXPECT_TRUE(absl::IsCancelled(search().status())) << looks;
+      EXPECT_EQ(looks_left, -1) << looks;
+    }
+    looks_left = 0;
+    EXPECT_TRUE(absl::IsCancelled(search().status()));
+    EXPECT_EQ(looks_left, -1);
+  };
+  expect_stops_anywhere([&] { return SmallestMixture(tensors, 20, stop); });
+  expect_stops_anywhere([&] { return BestMixture(tensors, limit, stop); });
 }
 
 // Nearly that much where there are many options.
@@ -349,4 +346,4 @@ TEST(MixedPrecisionTest, TakesWhateverFigures) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::mixed_precision_test

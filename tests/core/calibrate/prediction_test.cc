@@ -11,7 +11,7 @@
 #include "gtest/gtest.h"
 #include "tests/core/calibrate/calibrate_test_util.h"
 
-namespace quantd::core {
+namespace quantd::core::prediction_test {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -299,4 +299,4 @@ TEST(PredictionTest, IsTheSameForAnyNumberOfThreads) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::prediction_test

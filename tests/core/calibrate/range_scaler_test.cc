@@ -16,7 +16,7 @@
 #include "gtest/gtest.h"
 #include "tests/core/calibrate/calibrate_test_util.h"
 
-namespace quantd::core {
+namespace quantd::core::range_scaler_test {
 namespace {
 
 absl::StatusOr<Calibration> TryCalibrate(
@@ -538,4 +538,4 @@ TEST(RangeScalerTest, TakesTheNearestE4m3Scale) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::range_scaler_test

@@ -13,7 +13,7 @@
 #include "gtest/gtest.h"
 #include "tests/core/calibrate/calibrate_test_util.h"
 
-namespace quantd::core {
+namespace quantd::core::range_search_test {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -319,4 +319,4 @@ TEST(RangeSearchTest, TakesARangeWhereEveryErrorIsBeyondFloat64) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::range_search_test

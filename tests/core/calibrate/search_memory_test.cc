@@ -18,7 +18,7 @@
 #include "tests/core/heap_bytes.h"
 #include "tests/core/kernel_test_util.h"
 
-namespace quantd::core {
+namespace quantd::core::search_memory_test {
 namespace {
 
 constexpr int64_t kRows = 3;
@@ -112,4 +112,4 @@ TEST(SearchMemoryTest, IsWhatWasTold) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::search_memory_test

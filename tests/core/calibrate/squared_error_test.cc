@@ -9,7 +9,7 @@
 #include "gtest/gtest.h"
 #include "tests/core/calibrate/calibrate_test_util.h"
 
-namespace quantd::core {
+namespace quantd::core::squared_error_test {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -87,4 +87,4 @@ TEST(SquaredErrorTest, HasEachNumberOnce) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::squared_error_test

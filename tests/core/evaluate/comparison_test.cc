@@ -10,7 +10,7 @@
 #include "tests/core/evaluate/evaluate_test_util.h"
 #include "tests/core/kernel_test_util.h"
 
-namespace quantd::core {
+namespace quantd::core::comparison_test {
 namespace {
 
 // `reference` and `test` element by element.
@@ -154,4 +154,4 @@ TEST(ComparisonTest, APairWithANonFiniteElementIsLeftOut) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::comparison_test

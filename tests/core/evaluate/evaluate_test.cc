@@ -15,7 +15,7 @@
 #include "tests/core/evaluate/evaluate_test_util.h"
 #include "tests/core/kernel_test_util.h"
 
-namespace quantd::core {
+namespace quantd::core::evaluate_test {
 namespace {
 
 // What codes other than integers stand for, in ascending order: the codes of
@@ -672,4 +672,4 @@ TEST(EvaluateTest, RatiosOfNothingAreDefined) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::evaluate_test

@@ -16,7 +16,7 @@
 #include "gtest/gtest.h"
 #include "tests/core/kernel_test_util.h"
 
-namespace quantd::core {
+namespace quantd::core::output_noise_test {
 namespace {
 
 // Inputs [rows, features], mixtures of a few signals, so that features are
@@ -244,4 +244,4 @@ TEST(OutputNoiseTest, CountsItsMemory) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::output_noise_test

@@ -19,7 +19,7 @@
 #include "tests/core/formats/format_test_util.h"
 #include "tests/core/kernel_test_util.h"
 
-namespace quantd::core {
+namespace quantd::core::codec_test {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -441,4 +441,4 @@ TEST(CodecTest, TellsWhereOverflowBegins) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::codec_test

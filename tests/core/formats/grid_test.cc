@@ -10,7 +10,7 @@
 #include "core/formats/number_format.h"
 #include "gtest/gtest.h"
 
-namespace quantd::core {
+namespace quantd::core::grid_test {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -103,4 +103,4 @@ TEST(CodebookGridTest, CoarseThresholdsAreEverySixteenth) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::grid_test

@@ -21,7 +21,7 @@
 #include "tests/core/formats/format_test_util.h"
 #include "tests/core/kernel_test_util.h"
 
-namespace quantd::core {
+namespace quantd::core::compensated_rounding_test {
 namespace {
 
 using Matrix = std::vector<double>;
@@ -723,4 +723,4 @@ TEST(CompensatedRoundingTest, StopsWhenNobodyWaits) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::compensated_rounding_test

@@ -16,7 +16,7 @@
 #include "tests/core/formats/format_test_util.h"
 #include "tests/core/kernel_test_util.h"
 
-namespace quantd::core {
+namespace quantd::core::quantize_test {
 namespace {
 
 constexpr uint8_t kCanary = 0xA5;
@@ -1131,4 +1131,4 @@ TEST(QuantizeTest, WidensEveryHalfAndBfloatExactly) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::quantize_test

@@ -13,7 +13,7 @@
 #include "gtest/gtest.h"
 #include "tests/core/kernel_test_util.h"
 
-namespace quantd::core {
+namespace quantd::core::feature_moments_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -386,4 +386,4 @@ TEST(FeatureMomentsTest, KnowTheAxes) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::feature_moments_test

@@ -15,7 +15,7 @@
 #include "gtest/gtest.h"
 #include "tests/core/kernel_test_util.h"
 
-namespace quantd::core {
+namespace quantd::core::gram_state_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -378,4 +378,4 @@ TEST(GramStateTest, RefusesToMergeOthers) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::gram_state_test

@@ -15,7 +15,7 @@
 #include "tests/core/kernel_test_util.h"
 #include "tests/core/statistics/naive_histogram.h"
 
-namespace quantd::core {
+namespace quantd::core::histogram_test {
 namespace {
 
 // Every kind of pattern: normal values, any exponent, zeros, NaN, infinities.
@@ -266,4 +266,4 @@ TEST(HistogramTest, TakesTheMemoryOfItsBins) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::histogram_test

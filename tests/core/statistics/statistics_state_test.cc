@@ -10,7 +10,7 @@
 #include "gtest/gtest.h"
 #include "tests/core/kernel_test_util.h"
 
-namespace quantd::core {
+namespace quantd::core::statistics_state_test {
 namespace {
 
 StatisticsState MakeState(const LayoutCase& layout_case, int mantissa_bits,
@@ -172,4 +172,4 @@ TEST(StatisticsStateTest, RefusesSmallerOrStraddlingBlocks) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::statistics_state_test

@@ -9,7 +9,7 @@
 #include "tests/core/kernel_test_util.h"
 #include "tests/core/statistics/naive_histogram.h"
 
-namespace quantd::core {
+namespace quantd::core::tensor_statistics_test {
 namespace {
 
 void ExpectSame(const TensorStatistics& got, const TensorStatistics& want) {
@@ -292,4 +292,4 @@ TEST(TensorStatisticsTest, IsMadeFromItsParts) {
 }
 
 }  // namespace
-}  // namespace quantd::core
+}  // namespace quantd::core::tensor_statistics_test

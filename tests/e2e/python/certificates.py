@@ -28,6 +28,8 @@ class Pair:
             serialization.Encoding.PEM)
         self.key = _pem_of(key)
         self.serial = certificate.serial_number
+        # In UTC, and to the second.
+        self.not_valid_after = certificate.not_valid_after
 
     def write(self, folder, name):
         """The paths of the certificate and of the key."""

@@ -11,9 +11,7 @@ import tempfile
 import time
 
 import certificates
-from live_server import ROOT, die_with_parent, which
-
-START_TIMEOUT_S = 60
+from live_server import PATIENCE_S, ROOT, die_with_parent, which
 
 
 class PostgresqlCluster:
@@ -47,7 +45,7 @@ class PostgresqlCluster:
              "-k", self._folder, "-c", "listen_addresses=", "-c", "fsync=off"],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, preexec_fn=self._become)
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + PATIENCE_S
         while subprocess.run(
                 [os.path.join(self._programs, "pg_isready"), "-q", "-h",
                  self._folder], check=False).returncode != 0:
@@ -59,7 +57,7 @@ class PostgresqlCluster:
         """Ends sessions and the server; the data stay."""
         if self._process is not None:
             self._process.send_signal(signal.SIGINT)
-            self._process.wait(timeout=START_TIMEOUT_S)
+            self._process.wait(timeout=PATIENCE_S)
             self._process = None
 
     def _become(self):
@@ -81,6 +79,27 @@ class PostgresqlCluster:
         shutil.rmtree(self._folder)
 
 
+def start_at(start):
+    """What start() returns once the address is free: another connection may
+    have the port for a moment."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return start()
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def stop_all(servers):
+    """Lets all of them drain at once."""
+    for server in servers:
+        server.begin_stop()
+    for server in servers:
+        server.stop()
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -91,10 +110,11 @@ class Nginx:
     """nginx with the configuration that is shipped; a context manager.
 
     Only the port, the replicas and the certificate are other ones; the
-    authority of that is the file `certificate`.
+    authority of that is the file `certificate`. `calls_per_s`: of one address,
+    if not those that are shipped.
     """
 
-    def __init__(self, replicas):
+    def __init__(self, replicas, calls_per_s=1000):
         self._folder = tempfile.mkdtemp()
         authority = certificates.Authority("authority")
         self.certificate = certificates.replace(
@@ -108,7 +128,11 @@ class Nginx:
         with open(os.path.join(ROOT, "deploy/nginx/quantd.conf"),
                   encoding="utf-8") as file:
             text = file.read()
-        text = text.replace("listen 8443", f"listen 127.0.0.1:{port}")
+        for shipped, here in (
+                ("listen 8443", f"listen 127.0.0.1:{port}"),
+                ("rate=1000r/s", f"rate={calls_per_s}r/s")):
+            assert text.count(shipped) == 1, shipped
+            text = text.replace(shipped, here)
         with open(os.path.join(self._folder, "replicas.conf"), "w",
                   encoding="utf-8") as file:
             file.writelines(f"server {replica} max_fails=0;\n"
@@ -122,7 +146,7 @@ class Nginx:
                 [which("nginx"), "-p", self._folder, "-c", path,
                  "-g", "daemon off;"], stdin=subprocess.DEVNULL, stdout=log,
                 stderr=log, preexec_fn=die_with_parent)
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 socket.create_connection(("127.0.0.1", port), 1).close()

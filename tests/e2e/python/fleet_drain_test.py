@@ -3,8 +3,9 @@ generated code that make each call once.
 
   fleet_drain_test.py --quantd BINARY [unittest arguments]
 
-QUANTD_DRAIN_CALLS (default 1000) calls are made at least, and QUANTD_DRAIN_S
-(default 2) is how long tensors are open. The whole is 10000 and 12.
+QUANTD_DRAIN_CALLS (default 200) calls are made at least, and QUANTD_DRAIN_S
+(default 0) is how many seconds tensors stay open on a replica that drains. The
+whole is 10000 and 12.
 """
 
 import argparse
@@ -30,6 +31,7 @@ import grpc
 import certificates
 import fleet
 import live_server
+from live_server import PATIENCE_S
 from quantd.v1 import encoding_pb2 as en
 from quantd.v1 import encoding_service_pb2 as es
 from quantd.v1 import encoding_service_pb2_grpc as es_grpc
@@ -41,11 +43,10 @@ arguments = argparse.ArgumentParser()
 arguments.add_argument("--quantd", required=True)
 options, unittest_arguments = arguments.parse_known_args()
 
-CALLS = int(os.environ.get("QUANTD_DRAIN_CALLS", "1000"))
-OPEN_S = float(os.environ.get("QUANTD_DRAIN_S", "2"))
+CALLS = int(os.environ.get("QUANTD_DRAIN_CALLS", "200"))
+OPEN_S = float(os.environ.get("QUANTD_DRAIN_S", "0"))
 REPLICAS = 3
 WORKERS = 4
-PATIENCE_S = 60
 ELEMENTS = 1024
 # nginx lets one address make 1,000 calls a second.
 PAUSE_S = 0.01
@@ -60,24 +61,27 @@ def service_config():
     return json.dumps(json.loads(text))
 
 
-def messages(pause_s):
-    """A tensor, the second half of which comes that much later."""
+def messages(may_end):
+    """A tensor, the second half of which comes when it may end."""
     header = qs.QuantizeHeader(
         tensor=te.TensorDescription(
             element_type=te.ELEMENT_TYPE_FLOAT32, shape=[ELEMENTS]),
         encoding=en.Encoding(format=en.NUMBER_FORMAT_INT8, scale=[0.5]))
     half = bytes(2 * ELEMENTS)
     yield qs.QuantizeRequest(header=header, data=half)
-    if pause_s:
-        time.sleep(pause_s)
+    may_end.wait()
     yield qs.QuantizeRequest(data=half, offset=len(half))
 
 
-def quantize(channel, pause_s=0):
+NOW = threading.Event()
+NOW.set()
+
+
+def quantize(channel, may_end=NOW):
     """Raises grpc.RpcError when the call fails."""
     codes = b""
     for response in qs_grpc.QuantizationServiceStub(channel).Quantize(
-            messages(pause_s), timeout=PATIENCE_S):
+            messages(may_end), timeout=PATIENCE_S):
         if response.HasField("error"):
             raise AssertionError(response)
         codes += response.data
@@ -93,29 +97,24 @@ def list_models(channel):
 class FleetDrainTest(unittest.TestCase):
 
     def start_replicas(self, flags=()):
-        self.flags = list(flags)
+        # However long tensors are kept open.
+        self.flags = ["--idle-timeout", "10m", *flags]
         self.servers = [self.start("127.0.0.1:0") for _ in range(REPLICAS)]
         self.addresses = [server.address for server in self.servers]
-        self.addCleanup(lambda: [server.stop() for server in self.servers])
+        self.addCleanup(lambda: fleet.stop_all(self.servers))
 
     def start(self, address):
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                return live_server.LiveServer(
-                    options.quantd, listen=address, flags=self.flags)
-            except RuntimeError:
-                # Another connection may have the port for a moment.
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
+        return fleet.start_at(lambda: live_server.LiveServer(
+            options.quantd, listen=address, flags=self.flags))
 
-    def check(self, new_channel):
+    def check(self, new_channel, is_balanced):
         """Restarts replicas, one after the other, under calls on channels that
-        `new_channel` makes."""
+        `new_channel` makes; `is_balanced`: each of them to all replicas."""
         outcomes = collections.Counter()
         lock = threading.Lock()
         is_over = threading.Event()
+        # Of the tensors that are open now.
+        self.may_end = threading.Event()
 
         def count(call, *more):
             try:
@@ -133,6 +132,7 @@ class FleetDrainTest(unittest.TestCase):
                     if is_over.is_set():
                         return
                     if worker % 2 and i % 100 == 99:
+                        stack.close()
                         channel = stack.enter_context(new_channel())
                     count(list_models if i % 4 == 0 else quantize, channel)
                     time.sleep(PAUSE_S)
@@ -140,34 +140,55 @@ class FleetDrainTest(unittest.TestCase):
         def keep_open():
             with new_channel() as channel:
                 while not is_over.is_set():
-                    count(quantize, channel, OPEN_S)
+                    count(quantize, channel, self.may_end)
+                    time.sleep(PAUSE_S)
 
         with concurrent.futures.ThreadPoolExecutor(2 * WORKERS) as pool:
             workers = [pool.submit(work, i) for i in range(WORKERS)]
             workers += [pool.submit(keep_open) for _ in range(WORKERS)]
             try:
                 for i in itertools.cycle(range(REPLICAS)):
-                    time.sleep(0.5)
+                    self.wait_for_use(workers, is_balanced)
                     if sum(outcomes.values()) >= CALLS and i == 0:
                         break
-                    self.servers[i].stop()
+                    self.drain(self.servers[i])
                     self.servers[i] = self.start(self.addresses[i])
-                    self.wait_for_calls(self.servers[i], workers)
             finally:
                 is_over.set()
+                self.let_end()
             for worker in workers:
                 worker.result()
         print(dict(outcomes), file=sys.stderr)
         self.assertEqual(set(outcomes), {"ok"}, outcomes)
 
-    def wait_for_calls(self, server, workers):
-        """Until the replica is in use again, so that the next one may go."""
-        deadline = time.monotonic() + PATIENCE_S
-        while server.metric("grpc_server_started_total") == 0:
-            if any(worker.done() for worker in workers):
-                return
-            self.assertLess(time.monotonic(), deadline, "no calls came")
-            time.sleep(0.02)
+    def wait_for_use(self, workers, is_balanced):
+        """Until all replicas are in use, so that the next one may go."""
+
+        def is_used(server):
+            if is_balanced:
+                # Each channel has a connection to it.
+                return server.metric("quantd_connections") >= len(workers)
+            return server.metric("grpc_server_started_total") > 0
+
+        for server in self.servers:
+            self.assertTrue(live_server.eventually(
+                lambda s=server: is_used(s) or any(
+                    worker.done() for worker in workers)), "no calls came")
+
+    def let_end(self):
+        """The tensors that are open now, and those that come, at once."""
+        may_end, self.may_end = self.may_end, NOW
+        may_end.set()
+
+    def drain(self, server):
+        """Stops a replica; tensors stay open until it drains."""
+        server.begin_stop()
+        self.assertTrue(live_server.eventually(
+            lambda: server.metric("quantd_draining") == 1))
+        time.sleep(OPEN_S)
+        self.let_end()
+        server.stop()
+        self.may_end = threading.Event()
 
     @unittest.skipUnless(os.path.exists("/usr/sbin/nginx"),
                          "nginx is not installed")
@@ -182,18 +203,22 @@ class FleetDrainTest(unittest.TestCase):
                     nginx.address, grpc.ssl_channel_credentials(certificate),
                     options=[("grpc.use_local_subchannel_pool", 1)])
 
-            self.check(new_channel)
+            self.check(new_channel, is_balanced=False)
 
     def balanced(self, *more, credentials=None):
         target = "ipv4:" + ",".join(self.addresses)
-        arguments = [("grpc.use_local_subchannel_pool", 1), *more]
+        arguments = [("grpc.use_local_subchannel_pool", 1),
+                     # A replica that is back is found soon.
+                     ("grpc.initial_reconnect_backoff_ms", 100),
+                     ("grpc.max_reconnect_backoff_ms", 100), *more]
         if credentials is not None:
             return lambda: grpc.secure_channel(target, credentials, arguments)
         return lambda: grpc.insecure_channel(target, arguments)
 
     def test_RoundRobinTakesEveryCallElsewhere(self):
         self.start_replicas()
-        self.check(self.balanced(("grpc.lb_policy_name", "round_robin")))
+        self.check(self.balanced(("grpc.lb_policy_name", "round_robin")),
+                   is_balanced=True)
 
     def test_SoItDoesOverTls(self):
         with contextlib.ExitStack() as stack:
@@ -210,12 +235,13 @@ class FleetDrainTest(unittest.TestCase):
                 ("grpc.lb_policy_name", "round_robin"),
                 ("grpc.ssl_target_name_override", "localhost"),
                 credentials=grpc.ssl_channel_credentials(
-                    authority.certificate)))
+                    authority.certificate)), is_balanced=True)
 
     def test_TheServiceConfigOfTheManualSeesToTheRest(self):
-        # Between two restarts there is no time for a connection.
+        # Connections end as soon as a replica is told to stop.
         self.start_replicas(["--drain-delay", "0"])
-        self.check(self.balanced(("grpc.service_config", service_config())))
+        self.check(self.balanced(("grpc.service_config", service_config())),
+                   is_balanced=True)
 
 
 if __name__ == "__main__":

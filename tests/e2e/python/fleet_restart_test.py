@@ -3,22 +3,23 @@
   fleet_restart_test.py --quantd BINARY --quantctl BINARY [unittest arguments]
 
 QUANTD_FLEET_ROUNDS (default 1) rolling restarts of all replicas, over which
-QUANTD_FLEET_CALLS (default 1000) calls are made at least; QUANTD_FLEET_UPLOADS
-(default 20) uploads during which a replica is killed. The whole is 8, 20000 and
-100.
+QUANTD_FLEET_CALLS (default 300) calls are made at least; QUANTD_FLEET_UPLOADS
+(default 8, at least) uploads during which a replica is killed. The whole is 8,
+20000 and 100.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import glob
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import unittest
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)),
@@ -31,6 +32,8 @@ import numpy as np
 import fleet
 import live_server
 import quantd
+from holding_proxy import HoldingProxy
+from live_server import PATIENCE_S
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--quantd", required=True)
@@ -38,11 +41,11 @@ arguments.add_argument("--quantctl", required=True)
 options, unittest_arguments = arguments.parse_known_args()
 
 ROUNDS = int(os.environ.get("QUANTD_FLEET_ROUNDS", "1"))
-CALLS = int(os.environ.get("QUANTD_FLEET_CALLS", "1000"))
-UPLOADS = int(os.environ.get("QUANTD_FLEET_UPLOADS", "20"))
+CALLS = int(os.environ.get("QUANTD_FLEET_CALLS", "300"))
+UPLOADS = int(os.environ.get("QUANTD_FLEET_UPLOADS", "8"))
 REPLICAS = 3
-PATIENCE_S = 60
-UPLOAD_ELEMENTS = 1 << 19
+UPLOAD_ELEMENTS = 1 << 18
+RANKS = 4
 
 
 def data_of(count, seed):
@@ -50,11 +53,8 @@ def data_of(count, seed):
 
 
 def wait_for(condition, what):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {PATIENCE_S} s: {what}")
-        time.sleep(0.01)
+    if not live_server.eventually(condition):
+        raise AssertionError(f"it never came: {what}")
 
 
 class Replica:
@@ -67,17 +67,8 @@ class Replica:
         self.start()
 
     def start(self):
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                self.server = live_server.LiveServer(
-                    options.quantd, store=self._store, listen=self.address)
-                break
-            except RuntimeError:
-                # Another connection may have the port for a moment.
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
+        self.server = fleet.start_at(lambda: live_server.LiveServer(
+            options.quantd, store=self._store, listen=self.address))
         self.address = self.server.address
 
     def stop(self):
@@ -118,10 +109,10 @@ class FleetRestartTest(unittest.TestCase):
         cls.store = fleet.PostgresqlCluster()
         cls.addClassCleanup(cls.store.__exit__)
         cls.replicas = []
+        cls.addClassCleanup(lambda: fleet.stop_all(
+            [replica.server for replica in cls.replicas]))
         for _ in range(REPLICAS):
-            replica = Replica(cls.store.url)
-            cls.addClassCleanup(replica.stop)
-            cls.replicas.append(replica)
+            cls.replicas.append(Replica(cls.store.url))
         addresses = [replica.address for replica in cls.replicas]
         cls.balanced = "ipv4:" + ",".join(addresses)
         cls.nginx = fleet.Nginx(addresses)
@@ -131,10 +122,10 @@ class FleetRestartTest(unittest.TestCase):
 
     def client(self, through_nginx, **more):
         if not through_nginx:
-            return quantd.Client(self.balanced, **more)
+            return quantd.Client(self.balanced, retry_for=PATIENCE_S, **more)
         return quantd.Client(
-            self.nginx.address, credentials=grpc.ssl_channel_credentials(
-                self.certificate), **more)
+            self.nginx.address, retry_for=PATIENCE_S,
+            credentials=grpc.ssl_channel_credentials(self.certificate), **more)
 
     def test_RollingRestartsFailNoCall(self):
         name = quantd.TensorName("fleet", "rolling")
@@ -216,7 +207,8 @@ class FleetRestartTest(unittest.TestCase):
             codes = client.quantize(arrays[i], encoding)
             client.calibrate(
                 arrays[i], quantd.TensorName(model, tensor),
-                contribution=quantd.Contribution(f"rank-{i % 4}", 1 + i // 4))
+                contribution=quantd.Contribution(f"rank-{i % RANKS}",
+                                                1 + i // RANKS))
             return codes.codes.tobytes(), codes.summary
 
         def state(client, tensor):
@@ -228,13 +220,19 @@ class FleetRestartTest(unittest.TestCase):
             undisturbed = [upload(client, i, "undisturbed")
                            for i in range(UPLOADS)]
             before = [replica.received_bytes() for replica in self.replicas]
+            is_killed = threading.Event()
 
             def ranks(rank):
-                return [upload(client, i, "disturbed")
-                        for i in range(rank, UPLOADS, 4)]
+                results = []
+                for i in range(rank, UPLOADS, RANKS):
+                    # The last ones come afterwards, if not more of them.
+                    if i + RANKS >= UPLOADS:
+                        is_killed.wait()
+                    results.append(upload(client, i, "disturbed"))
+                return results
 
-            with concurrent.futures.ThreadPoolExecutor(4) as pool:
-                workers = [pool.submit(ranks, rank) for rank in range(4)]
+            with concurrent.futures.ThreadPoolExecutor(RANKS) as pool:
+                workers = [pool.submit(ranks, rank) for rank in range(RANKS)]
                 victim = []
 
                 def finds_victim():
@@ -244,19 +242,23 @@ class FleetRestartTest(unittest.TestCase):
                             victim.append(replica)
                     return victim
 
-                wait_for(finds_victim, "a replica that takes uploads")
-                victim[0].kill()
-                still_running = not all(worker.done() for worker in workers)
+                try:
+                    wait_for(finds_victim, "a replica that takes uploads")
+                    victim[0].kill()
+                finally:
+                    is_killed.set()
                 disturbed = [worker.result() for worker in workers]
             victim[0].start()
-            self.assertTrue(still_running, "killed after the last upload")
             for i, expected in enumerate(undisturbed):
-                self.assertEqual(disturbed[i % 4][i // 4], expected)
+                self.assertEqual(disturbed[i % RANKS][i // RANKS], expected)
             self.assertEqual(state(client, "disturbed"),
                              state(client, "undisturbed"))
 
     def test_QuantctlOutlivesAReplicaThatIsKilled(self):
-        with tempfile.TemporaryDirectory() as folder:
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            proxy = stack.enter_context(HoldingProxy(
+                *(replica.address for replica in self.replicas)))
             path = os.path.join(folder, "model.safetensors")
             save_safetensors(path, {
                 f"layer{i}": data_of(UPLOAD_ELEMENTS, i).reshape(512, -1)
@@ -265,11 +267,11 @@ class FleetRestartTest(unittest.TestCase):
             def start(command, *more):
                 return subprocess.Popen(
                     [options.quantctl, command, path, "--server",
-                     self.balanced, "--json", *more],
+                     "ipv4:" + ",".join(proxy.addresses), "--json", *more],
                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
 
             def finish(process):
-                output, _ = process.communicate(timeout=600)
+                output, _ = process.communicate()
                 self.assertEqual(process.returncode, 0, output)
                 return json.loads(output)
 
@@ -284,10 +286,12 @@ class FleetRestartTest(unittest.TestCase):
                                 "-o", output]
                     else:
                         more = flags + ["--model", "quantctl-" + run]
-                    before = [r.received_bytes() for r in self.replicas]
+                    if run == "disturbed":
+                        # Some replica gets more than a quarter of all bytes.
+                        proxy.hold_after(UPLOADS * UPLOAD_ELEMENTS)
                     process = start(command, *more)
                     if run == "disturbed":
-                        self.kill_the_one_that_works(process, before)
+                        self.kill_the_one_that_works(process, proxy)
                     document = finish(process)
                     if run == "disturbed":
                         self.assertGreater(document["retries"], 0)
@@ -298,14 +302,15 @@ class FleetRestartTest(unittest.TestCase):
                         results.append(self.states("quantctl-" + run))
                 self.assertEqual(results[0], results[1], command)
 
-    def kill_the_one_that_works(self, process, before):
-        while process.poll() is None:
-            for replica, bytes_before in zip(self.replicas, before):
-                if replica.received_bytes() > bytes_before:
-                    replica.kill()
-                    replica.start()
-                    return
-        self.fail("over before a replica was killed")
+    def kill_the_one_that_works(self, process, proxy):
+        """The replica in front of which the file has come to a halt."""
+        wait_for(lambda: proxy.holds.is_set() or process.poll() is not None,
+                 "a part of the file")
+        self.assertTrue(proxy.holds.is_set())
+        victim = self.replicas[proxy.held]
+        victim.kill()
+        proxy.hold_after(math.inf)
+        victim.start()
 
     def states(self, model):
         with self.client(False) as client:

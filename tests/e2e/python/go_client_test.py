@@ -1,10 +1,10 @@
 """Builds the Go client of tests/e2e/go and lets it call a live quantd.
 
-  go_client_test.py --quantd BINARY --build FOLDER
+  go_client_test.py --quantd BINARY
 
-FOLDER keeps what Go has compiled for the next time; gRPC for Go comes as source
-and takes a while. Exits with 77, skipped, without Go, its generators or gRPC.
-Takes no network.
+gRPC for Go comes as source and takes a while to compile; Go's cache keeps it for
+the next time. Exits with 77, skipped, without Go, its generators or gRPC. Takes
+no network.
 """
 
 import argparse
@@ -22,7 +22,6 @@ SOURCE = os.path.join(live_server.ROOT, "tests/e2e/go")
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--quantd", required=True)
-arguments.add_argument("--build", required=True)
 options = arguments.parse_args()
 
 for program in ("go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc"):
@@ -46,8 +45,7 @@ with tempfile.TemporaryDirectory() as folder:
         check=True)
     environment = {
         **os.environ, "GO111MODULE": "off", "GOPATH": f"{folder}:{GOCODE}",
-        "GOCACHE": os.path.abspath(options.build), "GOFLAGS": "-trimpath",
-        "CGO_ENABLED": "0"}
+        "GOFLAGS": "-trimpath", "CGO_ENABLED": "0"}
     client = os.path.join(folder, "client")
     # Separately, so that no deadline of a call runs while it compiles.
     subprocess.run(["go", "test", "-c", "-o", client, "."], cwd=source,

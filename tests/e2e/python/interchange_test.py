@@ -46,7 +46,7 @@ DATA = os.path.join(live_server.ROOT, "tests/data/digits-cnn")
 WEIGHTS = os.path.join(DATA, "model.safetensors")
 ACTIVATIONS = os.path.join(DATA, "activations.safetensors")
 IMAGES = os.path.join(DATA, "test.safetensors")
-TIMEOUT_S = 60
+TIMEOUT_S = live_server.PATIENCE_S
 
 STUBS = tempfile.TemporaryDirectory()
 live_server.generate_stubs(STUBS.name)

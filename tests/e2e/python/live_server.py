@@ -14,7 +14,9 @@ import urllib.request
 
 ROOT = os.path.realpath(os.path.join(os.path.dirname(__file__), "../../.."))
 PROTO_DIR = os.path.join(ROOT, "proto")
-START_TIMEOUT_S = 60
+# Only what hangs takes so long, however busy the machine is and however slow a
+# sanitizer makes a program. Shorter than the silence that ends a test.
+PATIENCE_S = 240
 PR_SET_PDEATHSIG = 1
 
 # gRPC would take a hand in every fork of a process that has channels open, and
@@ -41,6 +43,16 @@ def generate_stubs(folder):
         + protos, check=True)
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
+
+
+def eventually(condition, seconds=PATIENCE_S):
+    """Whether the condition holds in the end."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def which(program):
@@ -82,6 +94,7 @@ class LiveServer:
         ready = os.path.join(self.folder, "ready.json")
         if os.path.exists(ready):
             os.remove(ready)
+        self._is_stopping = False
         self._log_path = os.path.join(self.folder, "quantd.log")
         with open(self._log_path, "ab") as log:
             self.process = subprocess.Popen(
@@ -92,7 +105,7 @@ class LiveServer:
                  "--ready-file", ready, *flags],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 preexec_fn=die_with_parent)
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + PATIENCE_S
         while not os.path.exists(ready):
             if self.process.poll() is not None:
                 raise RuntimeError("quantd ended at start:\n" + self.log())
@@ -114,7 +127,7 @@ class LiveServer:
         """The sum of the samples of that name that have these labels."""
         url = f"http://{self.metrics_address}/metrics"
         total = 0.0
-        with urllib.request.urlopen(url, timeout=START_TIMEOUT_S) as response:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
             for line in response.read().decode().splitlines():
                 if re.match(name + r"[{ ]", line) and all(
                         f'{key}="{value}"' in line
@@ -122,10 +135,17 @@ class LiveServer:
                     total += float(line.rsplit(" ", 1)[1])
         return total
 
+    def begin_stop(self):
+        """Tells it to stop; stop() waits for that. A second signal would end it
+        at once."""
+        if not self._is_stopping:
+            self._is_stopping = True
+            self.process.terminate()
+
     def stop(self):
-        self.process.terminate()
+        self.begin_stop()
         try:
-            code = self.process.wait(timeout=START_TIMEOUT_S)
+            code = self.process.wait(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

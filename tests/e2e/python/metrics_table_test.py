@@ -50,7 +50,7 @@ options, unittest_arguments = arguments.parse_known_args()
 
 MAX_SERIES = 3000
 GRPC_CODES = 17
-TIMEOUT_S = 60
+TIMEOUT_S = live_server.PATIENCE_S
 
 
 class Scrape:
@@ -81,16 +81,18 @@ class Scrape:
 
 class Bench:
     """A server, and what the acts below need of it: "plain"; "guarded", with
-    certificates, and a socket that asks for tokens; or "hurried"."""
+    certificates, and a socket that asks for tokens; "full" with one tensor; or
+    "hurried"."""
 
-    KINDS = ("plain", "guarded", "hurried")
+    KINDS = ("plain", "guarded", "full", "hurried")
 
     def __init__(self, folder, kind):
         self.folder = folder
         self.kind = kind
         flags = {"plain": [], "guarded": self.guard,
-                 "hurried": ["--tensor-count", "1", "--idle-timeout", "500ms",
-                             "--stream-age", "1s"]}[kind]
+                 "full": ["--tensor-count", "1"],
+                 "hurried": ["--idle-timeout", "500ms", "--stream-age",
+                             "1s"]}[kind]
         if callable(flags):
             flags = flags()
         self.server = live_server.LiveServer(
@@ -654,7 +656,7 @@ TABLE = [
         reason="RANK_LIMIT"),
     Row("quantd_limit_rejections_total", chunk_too_large,
         reason="CHUNK_TOO_LARGE"),
-    Row("quantd_limit_rejections_total", too_many_tensors, kind="hurried",
+    Row("quantd_limit_rejections_total", too_many_tensors, kind="full",
         reason="OVERLOADED"),
     Row("quantd_limit_rejections_total",
         lambda b: open_tensor(b, patient=False), kind="hurried",
@@ -758,7 +760,7 @@ class MetricsTableTest(unittest.TestCase):
         return now > before
 
     def expect(self, row, condition):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + TIMEOUT_S
         while True:
             scrape = self.scrape()
             self.assertIn(row.metric, scrape.types)

@@ -52,7 +52,7 @@ DASHBOARD = os.path.join(DEPLOY, "grafana/quantd.json")
 TEXTS = [RULES, RUNBOOK, README, DASHBOARD]
 RULES_TESTS = [os.path.join(live_server.ROOT, "tests/deploy/prometheus", name)
                for name in ("rules_test.yml", "rules_slow_test.yml")]
-TIMEOUT_S = 60
+TIMEOUT_S = live_server.PATIENCE_S
 
 # What is empty where all is well, and why.
 EMPTY_WHEN_HEALTHY = {
@@ -188,8 +188,8 @@ class Prometheus:
 
     def __init__(self, folder, targets):
         config = yaml.safe_load(read(CONFIG))
-        config["global"] = {"scrape_interval": "200ms",
-                            "scrape_timeout": "200ms",
+        config["global"] = {"scrape_interval": "500ms",
+                            "scrape_timeout": "500ms",
                             "evaluation_interval": "500ms"}
         config["rule_files"] = [RULES]
         (scrape,) = config["scrape_configs"]

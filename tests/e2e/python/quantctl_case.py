@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import tempfile
 import unittest
@@ -64,7 +65,11 @@ class QuantctlCase(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls):
-        cls.server = live_server.LiveServer(cls.quantd)
+        # Shells have what runs in their background ignore it, and quantctl
+        # would do so too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        cls.server = live_server.LiveServer(cls.quantd,
+                                            flags=["--drain-delay", "0"])
         cls.addClassCleanup(cls.server.stop)
         cls.environment = dict(os.environ, QUANTD_SERVER=cls.server.address)
 

@@ -450,7 +450,7 @@ class AllOrNothingTest(FilesCase):
             self.assertNotIn("written to", result.stdout)
             self.refused("quantize", *command, "-o", self.path("new"), code=1)
         self.refused("quantize", self.input, "-o", good, "--force",
-                     "--deadline", "1", server=NOWHERE, code=UNREACHABLE)
+                     "--retry-for", "0", server=NOWHERE, code=UNREACHABLE)
         self.refused("quantize", self.path("absent"), "-o", good, "--force",
                      code=FILE_ERROR)
         report = json.loads(self.refused(
@@ -807,7 +807,7 @@ class WhatIsToldTest(FilesCase):
     def test_AModelWithoutAServerLeavesNoFolder(self):
         write_model(self.path("model"), layers=1, shards=2)
         self.refused("quantize", self.path("model"), "-o", self.path("out"),
-                     "--deadline", "1", server=NOWHERE, code=UNREACHABLE)
+                     "--retry-for", "0", server=NOWHERE, code=UNREACHABLE)
 
 
 class ModelFolderTest(FilesCase):

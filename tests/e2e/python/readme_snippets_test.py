@@ -78,7 +78,7 @@ class ReadmeSnippetsTest(unittest.TestCase):
         with grpc.insecure_channel(self.server.address) as channel:
             answers = list(channel.stream_stream(
                 "/quantd.v1.QuantizationService/Quantize")(
-                    iter([up]), timeout=60))
+                    iter([up]), timeout=live_server.PATIENCE_S))
         self.assertEqual([answer.hex(" ") for answer in answers],
                          [down.hex(" ")])
 
@@ -206,7 +206,9 @@ class ReadmeSnippetsTest(unittest.TestCase):
             with open(os.path.join(options.cxx, name), "w",
                       encoding="utf-8") as file:
                 file.write(text)
+        # Without optimization, which would take most of the time.
         run("cmake", "-S", ".", "-B", "build", "-G", "Ninja",
+            "-DCMAKE_BUILD_TYPE=Debug",
             "-DCMAKE_CXX_COMPILER_LAUNCHER=ccache", cwd=options.cxx)
         run("cmake", "--build", "build", "--target", "app", cwd=options.cxx)
         output = run("build/app", cwd=options.cxx)

@@ -132,7 +132,7 @@ class ScaleChunksTest(unittest.TestCase):
                     else:
                         message.scales.CopyFrom(scales[index])
                 yield message
-        return Answer(call(messages(), timeout=60))
+        return Answer(call(messages(), timeout=live_server.PATIENCE_S))
 
     def quantize(self, chunk_bytes=1 << 20, scales=(), **fields):
         return self.send(

@@ -13,6 +13,8 @@ import sys
 import tempfile
 import unittest
 
+from live_server import PATIENCE_S
+
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--quantctl", required=True)
 options, unittest_arguments = arguments.parse_known_args()
@@ -44,7 +46,7 @@ _quantctl_quantize
 def run(command, **keywords):
     return subprocess.run(command, check=False, encoding="utf-8",
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          timeout=60, **keywords)
+                          timeout=PATIENCE_S, **keywords)
 
 
 class ShellsTest(unittest.TestCase):

@@ -30,7 +30,7 @@ from quantd.v1 import quantization_service_pb2 as qs
 from quantd.v1 import quantization_service_pb2_grpc as qs_grpc
 from quantd.v1 import tensor_pb2 as te
 
-TIMEOUT_S = 60
+TIMEOUT_S = live_server.PATIENCE_S
 ELEMENT_TYPES = {"float32": te.ELEMENT_TYPE_FLOAT32,
                  "float16": te.ELEMENT_TYPE_FLOAT16,
                  "float64": te.ELEMENT_TYPE_FLOAT64}

@@ -330,7 +330,9 @@ TEST(AdmissionTest, GivesCallersAnEqualShareOfTheTensorsThatMayBeOpen) {
 }
 
 TEST(AdmissionTest, SpreadsThoseThatItTurnsAway) {
-  Admission admission(/*threads=*/1, kDelay, Many());
+  // Delays grow from one second to the next where most are turned away.
+  const absl::Duration now;
+  Admission admission(/*threads=*/1, kDelay, Many(), [&] { return now; });
   Admission::Load load(&admission);
   Admission::Load other(&admission);
   load.Set(kWork);

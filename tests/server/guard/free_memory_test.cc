@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace quantd::server {
+namespace quantd::server::free_memory_test {
 namespace {
 
 constexpr int64_t kMiB = 1 << 20;
@@ -69,4 +69,4 @@ TEST(PrivateBytesTest, GrowsWithWhatIsTouched) {
 }
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::free_memory_test

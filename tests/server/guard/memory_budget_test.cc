@@ -17,7 +17,7 @@
 #include "absl/time/time.h"
 #include "core/errors.h"
 
-namespace quantd::server {
+namespace quantd::server::memory_budget_test {
 namespace {
 
 constexpr char kWayOut[] = "send less at once";
@@ -52,7 +52,7 @@ TEST(MemoryBudgetTest, RefusesWithAWayOutAndARetry) {
   MemoryBudget::Lease held = *budget.Acquire(60, kWayOut);
   const absl::Status status = budget.Acquire(41, kWayOut).status();
   EXPECT_EQ(core::ErrorReason(status), "MEMORY_BUDGET") << status;
-  EXPECT_THAT(std::string(status.message()), testing::EndsWith(kWayOut));
+  EXPECT_THAT(std::string(status.message()), ::testing::EndsWith(kWayOut));
   EXPECT_GT(core::ErrorRetryAfter(status), absl::ZeroDuration());
   EXPECT_EQ(budget.used_bytes(), 60);
   EXPECT_TRUE(budget.Acquire(40, kWayOut).ok());
@@ -261,4 +261,4 @@ TEST(MemoryBudgetTest, GivesAnEqualShareWhileSomebodyWaits) {
 }
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::memory_budget_test

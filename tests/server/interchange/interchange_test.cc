@@ -22,7 +22,7 @@
 #include "nlohmann/json.hpp"
 #include "server/interchange/layout.h"
 
-namespace quantd::server {
+namespace quantd::server::interchange_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -1141,9 +1141,9 @@ TEST(InterchangeTest, TellsThatAimetHasNoIntegerScalesOfWholeRows) {
   for (const InterchangeFormat format :
        {InterchangeFormat::kAimet200, InterchangeFormat::kAimet210}) {
     EXPECT_THAT(Losses(Write(format, {{"w", encoding}}).losses),
-                testing::AllOf(testing::StartsWith("w left out: AIMET 2."),
-                               HasSubstr("has scales under other scales for "
-                                         "blocks along a dimension")));
+                ::testing::AllOf(::testing::StartsWith("w left out: AIMET 2."),
+                                 HasSubstr("has scales under other scales for "
+                                           "blocks along a dimension")));
   }
 }
 
@@ -1183,8 +1183,8 @@ TEST(InterchangeTest, ModulesOfAimetsTorchFilesComeBack) {
     encodings.push_back({pending.tensor, pending.encoding});
   }
   EXPECT_THAT(names,
-              testing::ElementsAre("cat.input", "cat.input.2", "cat.output",
-                                   "conv1.input", "conv1.weight"));
+              ::testing::ElementsAre("cat.input", "cat.input.2", "cat.output",
+                                     "conv1.input", "conv1.weight"));
   encodings.push_back({"stray", MakeEncoding("int8", {1})});
   const Written written = Write(InterchangeFormat::kAimetTorch, encodings);
   EXPECT_EQ(written.count, 5);
@@ -1205,8 +1205,8 @@ TEST(InterchangeTest, PlacesOfModulesAreNumbersAsWeWriteThem) {
             {{"a.input.01", two}, {"a.input.1", one}, {"a.input.+1", two}});
   EXPECT_EQ(written.count, 1);
   EXPECT_THAT(Losses(written.losses),
-              testing::AllOf(HasSubstr("a.input.01 left out: AIMET's"),
-                             HasSubstr("a.input.+1 left out: AIMET's")));
+              ::testing::AllOf(HasSubstr("a.input.01 left out: AIMET's"),
+                               HasSubstr("a.input.+1 left out: AIMET's")));
   const auto file = nlohmann::json::parse(written.text);
   EXPECT_EQ(file["activation_encodings"]["a"]["input"]["1"]["scale"], 1);
 }
@@ -1366,4 +1366,4 @@ TEST(InterchangeTest, ChargesWhileItCounts) {
 }
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::interchange_test

@@ -8,7 +8,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace quantd::server {
+namespace quantd::server::layout_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -146,4 +146,4 @@ TEST(IsWholeTest, IsWhatHasOneScale) {
 }
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::layout_test

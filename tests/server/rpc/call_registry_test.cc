@@ -91,7 +91,7 @@ TEST(CallRegistryTest, IsNotEmptyWhileACallIsBeingDeleted) {
   // Nobody waits for it with the mutex held.
   registry.LookAfterMemory();
   go.Notify();
-  EXPECT_TRUE(registry.WaitUntilEmpty(absl::Seconds(20)));
+  EXPECT_TRUE(registry.WaitUntilEmpty(absl::Seconds(120)));
   leaving.join();
 }
 

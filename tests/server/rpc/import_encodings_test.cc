@@ -27,7 +27,7 @@ namespace {
 
 using ::testing::StartsWith;
 
-constexpr absl::Duration kLongEnough = absl::Seconds(60);
+constexpr absl::Duration kLongEnough = absl::Seconds(120);
 
 // AIMET 0.6.1, which has an object for each scale.
 std::string AimetFile(int tensors, int scales) {

@@ -29,7 +29,7 @@ using ::testing::ElementsAre;
 
 constexpr int64_t kSmallBytes = 100;
 constexpr int64_t kLargeBytes = kLightMessageBytes + 1;
-constexpr absl::Duration kMinute = absl::Minutes(1);
+constexpr absl::Duration kHour = absl::Hours(1);
 
 class OpenTensorTest : public ::testing::Test {
  protected:
@@ -63,12 +63,12 @@ class OpenTensorTest : public ::testing::Test {
   void Overload() {
     busy_ = std::make_unique<Admission::Load>(&fake_.share->admission);
     other_ = std::make_unique<Admission::Load>(&fake_.share->admission);
-    busy_->Set(kMinute);
-    other_->Set(kMinute);
+    busy_->Set(kHour);
+    other_->Set(kHour);
     for (int i = 0; i < 10; ++i) {
       others_.push_back(
           std::make_unique<Admission::Load>(&fake_.share->admission));
-      others_.back()->Set(kMinute);
+      others_.back()->Set(kHour);
     }
   }
 
@@ -142,8 +142,8 @@ TEST_F(OpenTensorTest, WhatIsLightIsServedThoughThereIsNoTime) {
 
 TEST_F(OpenTensorTest, ALongSearchIsAdmittedByItsOwnTime) {
   busy_ = std::make_unique<Admission::Load>(&fake_.share->admission);
-  busy_->Set(kMinute, kMinute);
-  rpc_.tensor.search_time = 10 * kMinute;
+  busy_->Set(kHour, kHour);
+  rpc_.tensor.search_time = 10 * kHour;
   EXPECT_TRUE(tensor_->Admit(0, kSmallBytes).ok());
   EXPECT_TRUE(CheckHeader().ok());
   // Its like is under way now.
@@ -158,30 +158,30 @@ TEST_F(OpenTensorTest, ALongSearchIsAdmittedByItsOwnTime) {
 TEST_F(OpenTensorTest, WhatASearchTookCorrectsTheNextEstimate) {
   for (const bool ok : {false, true}) {
     Open();
-    rpc_.tensor.search_time = kMinute;
+    rpc_.tensor.search_time = kHour;
     AdmitCheckAndResolve(8);
-    EXPECT_EQ(tensor_->PendingWork(0), kMinute);
+    EXPECT_EQ(tensor_->PendingWork(0), kHour);
     ASSERT_TRUE(Feed().ok());
     ASSERT_TRUE(tensor_->Finish(false, &out_).ok());
     tensor_->Close(ok);
   }
   Open();
   AdmitCheckAndResolve(8);
-  EXPECT_LT(tensor_->PendingWork(0), kMinute / 10);
+  EXPECT_LT(tensor_->PendingWork(0), kHour / 10);
 }
 
 TEST_F(OpenTensorTest, WhatResolvingFindsCorrectsTheEstimate) {
   rpc_.tensor.frame.end_bytes = 32;
-  rpc_.tensor.feed_search_time = 4 * kMinute;
-  rpc_.tensor.resolved_feed_search_time = kMinute;
+  rpc_.tensor.feed_search_time = 4 * kHour;
+  rpc_.tensor.resolved_feed_search_time = kHour;
   AdmitCheckAndResolve(8);
-  EXPECT_EQ(tensor_->PendingWork(0), kMinute / 4);
+  EXPECT_EQ(tensor_->PendingWork(0), kHour / 4);
 }
 
 TEST_F(OpenTensorTest, ASearchWhileBytesComeIsAdmittedByThoseThatCame) {
   rpc_.tensor.frame.end_bytes = 4096;
   rpc_.tensor.frame.quantum_bytes = 1024;
-  rpc_.tensor.feed_search_time = 4 * kMinute;
+  rpc_.tensor.feed_search_time = 4 * kHour;
   // A quarter of the work has come with each header: the worker has enough of
   // it, and shorter tensors pass.
   std::vector<std::unique_ptr<StreamAccount>> accounts;
@@ -197,7 +197,7 @@ TEST_F(OpenTensorTest, ASearchWhileBytesComeIsAdmittedByThoseThatCame) {
         core::ErrorReason(tensors.back()->Check("header", Caller(), 1024)));
     if (!refused.empty()) break;
     ASSERT_TRUE(tensors.back()->Resolve(Message(0, 1024), &out_).ok());
-    EXPECT_EQ(tensors.back()->PendingWork(0), kMinute);
+    EXPECT_EQ(tensors.back()->PendingWork(0), kHour);
     accounts.back()->WorkLeft(tensors.back()->PendingWork(0),
                               absl::ZeroDuration());
     accounts.back()->Hold(0, /*rests=*/false);
@@ -214,12 +214,12 @@ TEST_F(OpenTensorTest, ASearchWhileBytesComeIsAdmittedByThoseThatCame) {
 
 TEST_F(OpenTensorTest, WhatASearchTookWhileBytesCameIsNoRateOfOthers) {
   rpc_.tensor.frame = {0, 1 << 20, 4, 4, 1 << 20};
-  rpc_.tensor.feed_search_time = kMinute;
+  rpc_.tensor.feed_search_time = kHour;
   for (int i = 0; i < 2; ++i) {
     Open();
     AdmitCheckAndResolve(1 << 19);
     // As it was estimated, then as it was learned.
-    EXPECT_EQ(tensor_->PendingWork(0) > kMinute / 4, i == 0);
+    EXPECT_EQ(tensor_->PendingWork(0) > kHour / 4, i == 0);
     ASSERT_TRUE(Feed().ok());
     EXPECT_EQ(tensor_->PendingWork(0), absl::ZeroDuration());
     tensor_->Retain();
@@ -232,18 +232,18 @@ TEST_F(OpenTensorTest, WhatASearchTookWhileBytesCameIsNoRateOfOthers) {
 
 TEST_F(OpenTensorTest, WhatIsMoreThanASearchCorrectsNoEstimate) {
   rpc_.tensor.frame = {0, 1 << 20, 4, 4, 1 << 20};
-  rpc_.tensor.feed_search_time = kMinute;
+  rpc_.tensor.feed_search_time = kHour;
   for (const bool only_searches : {false, true}) {
     rpc_.tensor.feed_only_searches = only_searches;
     Open();
     AdmitCheckAndResolve(1 << 20);
-    EXPECT_GT(tensor_->PendingWork(0), kMinute / 4);
+    EXPECT_GT(tensor_->PendingWork(0), kHour / 4);
     ASSERT_TRUE(Feed().ok());
     tensor_->Close(/*ok=*/true);
   }
   Open();
   AdmitCheckAndResolve(1 << 20);
-  EXPECT_LT(tensor_->PendingWork(0), kMinute / 10);
+  EXPECT_LT(tensor_->PendingWork(0), kHour / 10);
 }
 
 TEST_F(OpenTensorTest, SaysWhatItsNextStepIsLike) {

@@ -21,7 +21,7 @@
 #include "quantd/v1/encoding.pb.h"
 #include "tests/support/fake_tensor_rpc.h"
 
-namespace quantd::server {
+namespace quantd::server::scale_stream_test {
 namespace {
 
 using ::testing::Each;
@@ -171,4 +171,4 @@ TEST_F(IncomingScalesTest, GivesAllScalesOnceTheyAreThere) {
 }
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::scale_stream_test

@@ -16,7 +16,7 @@
 #include "server/rpc/rpc_environment.h"
 #include "server/wire/rpcs.h"
 
-namespace quantd::server {
+namespace quantd::server::stream_account_test {
 namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
@@ -120,4 +120,4 @@ TEST_F(StreamAccountTest, WhatIsHeldIsInTransitUntilTheStreamIsGone) {
 }
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::stream_account_test

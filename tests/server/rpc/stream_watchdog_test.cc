@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include "absl/status/status.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
 #include "core/parallel/steady_clock.h"
@@ -24,9 +23,9 @@ TEST(StreamWatchdogTest, AYoungStreamGoesOn) {
 
 TEST(StreamWatchdogTest, AnOldStreamFinishesItsTensorAndOpensNoOther) {
   const CallRegistry registry(/*limit=*/16);
-  const absl::Duration age = absl::Seconds(2);
-  StreamWatchdog watchdog(&registry, age);
-  while (watchdog.age() < age) absl::SleepFor(absl::Milliseconds(1));
+  const absl::Duration age = absl::Hours(1);
+  // Far from the age, and from twice that.
+  StreamWatchdog watchdog(&registry, age, core::SteadyNow() - 1.5 * age);
   EXPECT_TRUE(watchdog.CheckMayOpen().ok()) << "nobody has looked at its age";
   EXPECT_TRUE(watchdog.CheckAge().ok());
   EXPECT_EQ(core::ErrorReason(watchdog.CheckMayOpen()), "STREAM_AGE");
@@ -36,7 +35,8 @@ TEST(StreamWatchdogTest, AnOldStreamFinishesItsTensorAndOpensNoOther) {
 
 TEST(StreamWatchdogTest, AStreamOfTwiceTheAgeEndsAtOnce) {
   const CallRegistry registry(/*limit=*/16);
-  StreamWatchdog watchdog(&registry, absl::ZeroDuration());
+  const absl::Duration age = absl::Hours(1);
+  StreamWatchdog watchdog(&registry, age, core::SteadyNow() - 2 * age);
   EXPECT_EQ(core::ErrorReason(watchdog.CheckAge()), "STREAM_AGE");
 }
 

@@ -32,7 +32,7 @@
 #include "server/wire/rpcs.h"
 #include "tests/support/fake_tensor_rpc.h"
 
-namespace quantd::server {
+namespace quantd::server::tensor_sequence_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -335,4 +335,4 @@ TEST_F(TensorSequenceTest, WaitsForMemoryWithItsMessage) {
 }
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::tensor_sequence_test

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <fstream>
@@ -36,10 +35,11 @@
 #include "tests/support/tensor_streams.h"
 #include "tests/support/test_server.h"
 
-namespace quantd::server {
+namespace quantd::server::tensor_stream_test {
 namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
+constexpr absl::Duration kLongEnough = absl::Minutes(2);
 
 // A Quantize stream with one tensor of `size_bytes` that is calibrated on
 // itself, so that the server holds it.
@@ -86,11 +86,9 @@ class HeldTensor {
 };
 
 void WaitForBudget(testing::TestServer& server, int64_t used_bytes) {
-  const absl::Time deadline = absl::Now() + absl::Seconds(30);
-  while (server.server().memory_used_bytes() != used_bytes) {
-    ASSERT_LT(absl::Now(), deadline) << server.server().memory_used_bytes();
-    absl::SleepFor(absl::Milliseconds(1));
-  }
+  ASSERT_TRUE(testing::PollUntil(kLongEnough, [&] {
+    return server.server().memory_used_bytes() == used_bytes;
+  })) << server.server().memory_used_bytes();
 }
 
 ServerOptions SmallBudget(absl::Duration memory_wait) {
@@ -291,6 +289,8 @@ TEST(TensorStreamTest, AClientThatDoesNotReadTurnsNobodyAway) {
   ServerOptions options;
   options.threads = 1;
   options.limits.queue_delay = absl::Microseconds(1);
+  // They are not ended for that, however long the test takes.
+  options.limits.idle_timeout = absl::Hours(1);
   testing::TestServer server(options);
   const auto refused = [&] {
     const double count =
@@ -301,7 +301,7 @@ TEST(TensorStreamTest, AClientThatDoesNotReadTurnsNobodyAway) {
   for (int i = 0; i < kDeaf; ++i) {
     double refused_before = refused();
     deaf.push_back(std::make_unique<DeafTensor>(server));
-    EXPECT_TRUE(testing::PollUntil(absl::Seconds(60), [&] {
+    EXPECT_TRUE(testing::PollUntil(kLongEnough, [&] {
       // As long as the one before still has work, there is none for another.
       if (refused() > refused_before) {
         // Counted first: the next may be turned away at once.
@@ -322,7 +322,7 @@ TEST(TensorStreamTest, AClientThatDoesNotReadTurnsNobodyAway) {
   header.mutable_encoding()->add_scale(1);
   // Once all that may be queued is.
   int served_in_a_row = 0;
-  EXPECT_TRUE(testing::PollUntil(absl::Seconds(60), [&] {
+  EXPECT_TRUE(testing::PollUntil(kLongEnough, [&] {
     const absl::Status status = testing::Quantize(server.quantization(), header,
                                                   std::string(64 << 10, '\0'))
                                     .status();
@@ -359,7 +359,7 @@ void ExpectHeld(testing::TestServer& server, Header header, Stream stream,
       request;
   *request.mutable_header() = header;
   ASSERT_TRUE(stream->Write(request));
-  EXPECT_TRUE(testing::PollUntil(absl::Seconds(20), [&] {
+  EXPECT_TRUE(testing::PollUntil(kLongEnough, [&] {
     return server.server().memory_used_bytes() >= bytes;
   })) << server.server().memory_used_bytes();
   // Not only while the header passes through.
@@ -668,7 +668,7 @@ class EndlessStatistics : public StatisticsStore {
       const EncodingKey& key,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override {
     reading_.Notify();
-    const absl::Time end = absl::Now() + absl::Seconds(20);
+    const absl::Time end = absl::Now() + kLongEnough;
     absl::Status status;
     while (status.ok() && absl::Now() < end) {
       absl::SleepFor(absl::Milliseconds(1));
@@ -857,8 +857,7 @@ TEST(TensorStreamTest, SendsTheFirstAnswersThatAreReadyTogether) {
   whole.set_data(std::string(1024, '\0'));
   for (int i = 0; i < 100; ++i) {
     grpc::ClientContext context;
-    context.set_deadline(std::chrono::system_clock::now() +
-                         std::chrono::seconds(10));
+    context.set_deadline(absl::ToChronoTime(absl::Now() + kLongEnough));
     const auto stream = stub->Quantize(&context);
     stream->Write(incomplete);
     stream->Write(whole);
@@ -874,4 +873,4 @@ TEST(TensorStreamTest, SendsTheFirstAnswersThatAreReadyTogether) {
 }
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::tensor_stream_test

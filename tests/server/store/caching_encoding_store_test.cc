@@ -25,7 +25,7 @@
 #include "prometheus/metric_family.h"
 #include "server/metrics/metrics.h"
 
-namespace quantd::server {
+namespace quantd::server::caching_encoding_store_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -185,7 +185,7 @@ class FakeStore : public EncodingStore {
   int64_t generation_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
-class CachingEncodingStoreTest : public testing::Test {
+class CachingEncodingStoreTest : public ::testing::Test {
  protected:
   CachingEncodingStoreTest() { MakeCache(int64_t{1} << 20); }
 
@@ -609,4 +609,4 @@ TEST_F(CachingEncodingStoreTest, AnswersNothingOlderThanAFinishedPut) {
 }
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::caching_encoding_store_test

@@ -31,7 +31,7 @@
 #include "tests/support/postgresql_cluster.h"
 #include "tests/support/sanitizers.h"
 
-namespace quantd::server {
+namespace quantd::server::encoding_store_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -654,4 +654,4 @@ INSTANTIATE_TEST_SUITE_P(Stores, EncodingStoreTest,
                          ::testing::ValuesIn(Kinds()), KindName);
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::encoding_store_test

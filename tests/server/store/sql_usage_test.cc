@@ -31,7 +31,7 @@
 #include "tests/server/store/sqlite_fixture.h"
 #include "tests/server/store/test_database.h"
 
-namespace quantd::server {
+namespace quantd::server::sql_usage_test {
 namespace {
 
 using testing::Backend;
@@ -419,4 +419,4 @@ INSTANTIATE_TEST_SUITE_P(Databases, SqlUsageTest,
                          ::testing::ValuesIn(Backends()), BackendName);
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::sql_usage_test

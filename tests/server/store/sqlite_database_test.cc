@@ -30,7 +30,7 @@
 #include "server/store/store_keeper.h"
 #include "tests/server/store/sqlite_fixture.h"
 
-namespace quantd::server {
+namespace quantd::server::sqlite_database_test {
 namespace {
 
 constexpr int kRows = 40;
@@ -180,4 +180,4 @@ TEST_F(SqliteDatabaseTest, ADamagedPageOfAnOlderStoreCostsOnlyItsRows) {
 }
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::sqlite_database_test

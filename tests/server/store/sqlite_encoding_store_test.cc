@@ -24,7 +24,7 @@
 #include "server/store/file_system.h"
 #include "tests/server/store/sqlite_fixture.h"
 
-namespace quantd::server {
+namespace quantd::server::sqlite_encoding_store_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -204,7 +204,8 @@ TEST_F(SqliteEncodingStoreTest, TwoHandlesLoseNoCompareAndSet) {
                 .status();
         if (put.ok()) {
           ++done;
-        } else {
+        } else if (core::ErrorReason(put) != "STORE_UNAVAILABLE") {
+          // The other may have kept it waiting for too long. That is no loss.
           ASSERT_EQ(core::ErrorReason(put), "ETAG_MISMATCH") << put;
         }
       }
@@ -269,4 +270,4 @@ TEST(FileSystemTest, KnowsNetworkFileSystems) {
 }
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::sqlite_encoding_store_test

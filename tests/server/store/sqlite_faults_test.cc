@@ -27,7 +27,7 @@
 #include "server/store/sqlite_database.h"
 #include "tests/support/temporary_directory.h"
 
-namespace quantd::server {
+namespace quantd::server::sqlite_faults_test {
 namespace {
 
 // Writes and syncs that may fail, one in each life of a store.
@@ -329,4 +329,4 @@ INSTANTIATE_TEST_SUITE_P(
     });
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::sqlite_faults_test

@@ -34,7 +34,7 @@
 #include "tests/server/store/large_state.h"
 #include "tests/server/store/sqlite_fixture.h"
 
-namespace quantd::server {
+namespace quantd::server::sqlite_statistics_store_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -353,4 +353,4 @@ TEST_F(SqliteStatisticsStoreTest, TwoProcessesLoseNoContribution) {
 }
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::sqlite_statistics_store_test

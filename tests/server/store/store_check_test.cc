@@ -35,7 +35,7 @@
 #include "tests/server/store/test_database.h"
 #include "tests/support/sanitizers.h"
 
-namespace quantd::server {
+namespace quantd::server::store_check_test {
 namespace {
 
 using testing::Backend;
@@ -347,4 +347,4 @@ INSTANTIATE_TEST_SUITE_P(Stores, StoreCheckTest,
                          ::testing::ValuesIn(Backends()), BackendName);
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::store_check_test

@@ -36,7 +36,7 @@
 #include "tests/server/store/large_state.h"
 #include "tests/server/store/test_database.h"
 
-namespace quantd::server {
+namespace quantd::server::store_processes_test {
 namespace {
 
 using testing::Backend;
@@ -303,4 +303,4 @@ INSTANTIATE_TEST_SUITE_P(Stores, StoreProcessesTest,
                          ::testing::ValuesIn(Backends()), BackendName);
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::store_processes_test

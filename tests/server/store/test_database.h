@@ -55,7 +55,7 @@ class TestDatabase {
   // test, if it can't be opened.
   // `timeout` of PostgreSQL; long by default, for a busy disk is no failure.
   std::shared_ptr<server::SqlDatabase> Open(
-      absl::Duration timeout = absl::Seconds(20)) const {
+      absl::Duration timeout = absl::Minutes(2)) const {
     if (url_.empty()) {
       return Check(
           server::SqliteDatabase::Open(directory_.File("encodings.db")));

@@ -10,7 +10,7 @@
 #include "core/errors.h"
 #include "gtest/gtest.h"
 
-namespace quantd::server {
+namespace quantd::server::chunk_reader_test {
 namespace {
 
 std::vector<uint8_t> RandomBytes(int64_t size, std::mt19937_64& random) {
@@ -181,4 +181,4 @@ TEST(ChunkReaderTest, NamesWhatIsWrongWithAChunk) {
 }
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::chunk_reader_test

@@ -15,7 +15,7 @@
 #include "gtest/gtest.h"
 #include "tests/support/case_name.h"
 
-namespace quantd::server {
+namespace quantd::server::encoding_proto_test {
 namespace {
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -650,4 +650,4 @@ INSTANTIATE_TEST_SUITE_P(Table, DescriptionFromProtoErrorTest,
                          testing::NameOfCase());
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::encoding_proto_test

@@ -19,7 +19,7 @@
 #include "quantd/v1/quantization_service.pb.h"
 #include "tests/support/sanitizers.h"
 
-namespace quantd::server {
+namespace quantd::server::envelope_test {
 namespace {
 
 using ::google::protobuf::internal::WireFormatLite;
@@ -494,4 +494,4 @@ TEST_F(EnvelopeTest, AnUnreadableBufferIsMalformed) {
 }
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::envelope_test

@@ -13,7 +13,7 @@
 #include "grpcpp/support/slice.h"
 #include "quantd/v1/encoding_service.pb.h"
 
-namespace quantd::server {
+namespace quantd::server::parsed_bytes_test {
 namespace {
 
 constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
@@ -105,4 +105,4 @@ TEST(ParsedBytesTest, RefusesWhatIsNotProtobuf) {
 }
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::parsed_bytes_test

@@ -14,7 +14,7 @@
 #include "core/errors.h"
 #include "tests/support/paths.h"
 
-namespace quantd::server {
+namespace quantd::server::reasons_test {
 namespace {
 
 using ::testing::IsEmpty;
@@ -88,4 +88,4 @@ TEST(ReasonsTest, BothServicesListWhatBothCanAnswer) {
 }
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::reasons_test

@@ -22,7 +22,7 @@
 #include "tests/support/case_name.h"
 #include "tests/support/sanitizers.h"
 
-namespace quantd::server {
+namespace quantd::server::statistics_proto_test {
 namespace {
 
 using core::ElementType;
@@ -431,4 +431,4 @@ TEST(StatisticsProtoTest, RefusesMomentsThatNoElementsHave) {
 }
 
 }  // namespace
-}  // namespace quantd::server
+}  // namespace quantd::server::statistics_proto_test
