@@ -151,7 +151,8 @@ HWY_INLINE Quotients<D> Divide(D d, const uint8_t* HWY_RESTRICT in,
 }
 
 // Stores codes. Takes lanes out of `good` that are clipped or NaN: a clipped
-// code is right, that of a NaN is not.
+// code is right, that of a NaN is not. `Code` is unsigned for signed codes too,
+// whose lowest bits these are: each type costs a second to compile.
 template <typename Code, class D>
 HWY_INLINE void StoreQuotients(D d, const Quotients<D>& q,
                                uint8_t* HWY_RESTRICT out, hn::Mask<D>& good) {
@@ -165,7 +166,9 @@ HWY_INLINE void StoreQuotients(D d, const Quotients<D>& q,
   } else {
     code = hn::ConvertTo(di, clamped);
   }
-  StoreBytes(hn::DemoteTo(dc, hn::Add(code, q.zero_point)), dc, out);
+  const auto bits = hn::And(hn::Add(code, q.zero_point),
+                            hn::Set(di, std::numeric_limits<Code>::max()));
+  StoreBytes(hn::DemoteTo(dc, bits), dc, out);
 }
 
 // Counts elements that are not finite.
@@ -422,17 +425,9 @@ template <bool kIsReal, typename T>
 void DivideIntegersOfFormat(const QuantizeRange& range, const Part& part,
                             QuantizeCounts* counts) {
   if (range.format.storage_bits == 16) {
-    if (range.format.is_signed) {
-      DivideIntegers<kIsReal, T, int16_t>(range, part, counts);
-    } else {
-      DivideIntegers<kIsReal, T, uint16_t>(range, part, counts);
-    }
+    DivideIntegers<kIsReal, T, uint16_t>(range, part, counts);
   } else {
-    if (range.format.is_signed) {
-      DivideIntegers<kIsReal, T, int8_t>(range, part, counts);
-    } else {
-      DivideIntegers<kIsReal, T, uint8_t>(range, part, counts);
-    }
+    DivideIntegers<kIsReal, T, uint8_t>(range, part, counts);
   }
 }
 

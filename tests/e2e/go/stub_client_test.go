@@ -24,7 +24,7 @@ import (
 const (
 	elements   = 5000
 	chunkBytes = 4096
-	deadline   = time.Minute
+	deadline   = 4 * time.Minute
 )
 
 var connection *grpc.ClientConn
