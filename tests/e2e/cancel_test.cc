@@ -27,7 +27,6 @@
 #include <vector>
 
 #include "absl/cleanup/cleanup.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
@@ -36,6 +35,7 @@
 #include "gtest/gtest.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
+#include "tests/support/count.h"
 #include "tests/support/metric_value.h"
 #include "tests/support/paths.h"
 #include "tests/support/raw_stream.h"
@@ -58,14 +58,6 @@ constexpr int kClients = 4;
 constexpr int kDefaultCancels = kThreadSanitized ? 100 : 300;
 
 bool IsFullCount() { return std::getenv("QUANTD_CANCELS") != nullptr; }
-
-int CancelCount() {
-  int count = 0;
-  return IsFullCount() &&
-                 absl::SimpleAtoi(std::getenv("QUANTD_CANCELS"), &count)
-             ? count
-             : kDefaultCancels;
-}
 
 std::string Reals(int64_t count) {
   std::mt19937 random(1);
@@ -403,7 +395,7 @@ void Exchange(const Call& call, RawStream* stream) {
 // Lets many calls end at random moments, by a cancel or by their deadline.
 class RandomEnds {
  public:
-  RandomEnds(const std::vector<Call>& calls, int count)
+  RandomEnds(const std::vector<Call>& calls, int64_t count)
       : calls_(calls), left_(count) {}
 
   void RunAll(const std::function<std::shared_ptr<grpc::Channel>()>& connect) {
@@ -448,14 +440,14 @@ class RandomEnds {
   }
 
   const std::vector<Call>& calls_;
-  std::atomic<int> left_;
+  std::atomic<int64_t> left_;
 };
 
 TEST_F(CancelTest, LeavesNothingBehindWhenCallsEndAtRandomMoments) {
   ASSERT_NO_FATAL_FAILURE(Contribute());
   const std::vector<Call> calls = AllCalls();
   const auto connect = [this] { return server_.NewChannel(); };
-  const int count = CancelCount();
+  const int64_t count = Count("QUANTD_CANCELS", kDefaultCancels);
   RandomEnds(calls, IsFullCount() ? count : count / 2).RunAll(connect);
   ExpectAtRest();
   const int64_t threads = ProcessStatus("Threads");
@@ -472,7 +464,7 @@ TEST_F(CancelTest, LeavesNothingBehindWhenCallsEndAtRandomMoments) {
                                     : resident_kb * 2 + (512 << 10));
   if (IsFullCount()) {
     std::fprintf(stderr,
-                 "%d ended: resident %ld KiB before and %ld after, threads "
+                 "%ld ended: resident %ld KiB before and %ld after, threads "
                  "%ld and %ld\n",
                  count, resident_kb, after_kb, threads,
                  ProcessStatus("Threads"));
@@ -502,12 +494,14 @@ TEST_F(CancelTest, LeavesNothingBehindInSharedMemory) {
   calls.push_back({"calibrating shared memory",
                    absl::StrCat(kService, "Quantize"),
                    {request.SerializeAsString()}});
-  RandomEnds(calls, std::max(40, CancelCount() / 50)).RunAll([this] {
-    grpc::ChannelArguments arguments;
-    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-    return grpc::CreateCustomChannel(
-        unix_address_, grpc::InsecureChannelCredentials(), arguments);
-  });
+  RandomEnds(calls, std::max<int64_t>(
+                        40, Count("QUANTD_CANCELS", kDefaultCancels) / 50))
+      .RunAll([this] {
+        grpc::ChannelArguments arguments;
+        arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+        return grpc::CreateCustomChannel(
+            unix_address_, grpc::InsecureChannelCredentials(), arguments);
+      });
   control.Close();
   ExpectAtRest();
 }

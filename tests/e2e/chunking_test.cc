@@ -411,7 +411,7 @@ TEST_F(ChunkingTest, LargeChunksGiveTheSameBytesOnEveryTargetAndThreadCount) {
   CompareAll(kLargeShape, {64 * 1024 / 8, 0, 64 * 1024 / 2},
              kThreadSanitized ? 13
              : kSanitized     ? 9
-                              : 3);
+                              : 5);
 }
 
 // Bounds in elements of three parts that may stand alone: whole bytes of codes

@@ -12,7 +12,6 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <fstream>
 #include <memory>
 #include <random>
@@ -22,7 +21,6 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
@@ -30,6 +28,7 @@
 #include "grpcpp/grpcpp.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
+#include "tests/support/count.h"
 #include "tests/support/paths.h"
 #include "tests/support/sanitizers.h"
 #include "tests/support/server_process.h"
@@ -47,13 +46,6 @@ constexpr int64_t kChannels = kSanitized ? 64 : 512;
 constexpr int64_t kColumns = kSanitized ? 1024 : 8192;
 constexpr char kModel[] = "decoder";
 constexpr char kTensor[] = "layers.0.up";
-
-int RankCount() {
-  int count = 0;
-  const char* text = std::getenv("QUANTD_CONTRIBUTION_RANKS");
-  return text != nullptr && absl::SimpleAtoi(text, &count) ? count
-                                                           : kDefaultRanks;
-}
 
 bool WriteText(const std::string& path, const std::string& text) {
   std::ofstream file(path);
@@ -150,7 +142,7 @@ void MustContribute(v1::QuantizationService::Stub& stub, int rank,
 }
 
 TEST(ContributionMemoryTest, ManyRanksFitTheMemoryOfTheUnit) {
-  const int ranks = RankCount();
+  const int ranks = Count("QUANTD_CONTRIBUTION_RANKS", kDefaultRanks);
   const std::vector<std::string> data = {MakeData(1), MakeData(2)};
   const TemporaryDirectory directory;
   const MemoryGroup group;

@@ -45,6 +45,7 @@
 #include "gtest/gtest.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
 #include "quantd/v1/quantization_service.pb.h"
+#include "tests/support/count.h"
 #include "tests/support/http_get.h"
 #include "tests/support/metric_value.h"
 #include "tests/support/paths.h"
@@ -1430,15 +1431,6 @@ bool Generator::TryMake(Stream* stream) {
 
 // --- The test --------------------------------------------------------------
 
-uint64_t FromEnvironment(const char* name, uint64_t otherwise) {
-  const char* const text = std::getenv(name);
-  uint64_t value = otherwise;
-  if (text != nullptr) {
-    EXPECT_TRUE(absl::SimpleAtoi(text, &value)) << name;
-  }
-  return value;
-}
-
 std::string ReadFile(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::ostringstream content;
@@ -1458,8 +1450,8 @@ std::string Verdict(const grpc::Status& status) {
   return CodeAndReason(status.error_code(), core::ErrorReason(message));
 }
 
-const uint64_t kStreams = FromEnvironment("QUANTD_MALFORMED_STREAMS", 200);
-const uint64_t kSeed = FromEnvironment("QUANTD_MALFORMED_SEED", 1);
+const uint64_t kStreams = Count("QUANTD_MALFORMED_STREAMS", 200);
+const uint64_t kSeed = Count("QUANTD_MALFORMED_SEED", 1);
 
 // One server for all streams; the parameter is the number of the stream.
 class MalformedStreamsTest : public ::testing::TestWithParam<uint64_t> {

@@ -42,6 +42,7 @@
 #include "quantd/v1/quantization_service.grpc.pb.h"
 #include "quantd/v1/shared_memory.pb.h"
 #include "server/quantd_server.h"
+#include "tests/support/count.h"
 #include "tests/support/metric_value.h"
 #include "tests/support/paths.h"
 #include "tests/support/sanitizers.h"
@@ -1209,9 +1210,10 @@ TEST_F(SharedMemoryTest, SurvivesRandomMisuse) {
               kRegionBytes + 8, ~uint64_t{0}, random()}));
     return named;
   };
-  const int sequences = kSanitized ? 1000 : 10000;
+  const int64_t sequences =
+      Count("QUANTD_SHARED_MISUSES", kSanitized ? 1000 : 3000);
   int good = 0;
-  for (int i = 0; i < sequences; ++i) {
+  for (int64_t i = 0; i < sequences; ++i) {
     if (random() % 50 == 0) {
       // Its regions go while others work, and maybe while they are used.
       if (random() % 2 == 0) loose->Send(std::string(random() % 9, '\x7F'));

@@ -32,6 +32,7 @@
 #include "grpcpp/grpcpp.h"
 #include "gtest/gtest.h"
 #include "quantd/v1/quantization_service.pb.h"
+#include "tests/support/count.h"
 #include "tests/support/metric_value.h"
 #include "tests/support/paths.h"
 #include "tests/support/raw_stream.h"
@@ -49,11 +50,7 @@ constexpr char kQuantize[] = "/quantd.v1.QuantizationService/Quantize";
 constexpr char kDequantize[] = "/quantd.v1.QuantizationService/Dequantize";
 
 // 0 unless the environment asks for the whole test, with the stricter bound.
-int FullSeconds() {
-  const char* const text = std::getenv("QUANTD_SLOW_SECONDS");
-  int seconds = 0;
-  return text != nullptr && absl::SimpleAtoi(text, &seconds) ? seconds : 0;
-}
+int64_t FullSeconds() { return Count("QUANTD_SLOW_SECONDS", 0); }
 
 grpc::ByteBuffer ToBuffer(const google::protobuf::MessageLite& message) {
   const grpc::Slice slice(message.SerializeAsString());

@@ -7,7 +7,6 @@
 #include <sqlite3.h>
 
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -17,7 +16,6 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "core/errors.h"
 #include "core/types/block_layout.h"
@@ -25,6 +23,7 @@
 #include "server/store/sql_encoding_store.h"
 #include "server/store/sql_statistics_store.h"
 #include "server/store/sqlite_database.h"
+#include "tests/support/count.h"
 #include "tests/support/temporary_directory.h"
 
 namespace quantd::server::sqlite_faults_test {
@@ -32,13 +31,6 @@ namespace {
 
 // Writes and syncs that may fail, one in each life of a store.
 constexpr int kFaults = 200;
-
-int FaultStep() {
-  int step = 0;
-  const char* text = std::getenv("QUANTD_STORE_FAULT_STEP");
-  return text != nullptr && absl::SimpleAtoi(text, &step) && step > 0 ? step
-                                                                      : 9;
-}
 
 // What fails, and how.
 struct Fault {
@@ -303,7 +295,8 @@ class Life {
 };
 
 TEST_P(SqliteFaultsTest, ErrorsSurfaceAndNothingAcknowledgedIsLost) {
-  for (int n = 1; n <= kFaults; n += FaultStep()) {
+  for (int n = 1; n <= kFaults;
+       n += testing::Count("QUANTD_STORE_FAULT_STEP", 9)) {
     SCOPED_TRACE(absl::StrCat("call ", n));
     Life life;
     plan().Arm(GetParam(), n);

@@ -19,7 +19,6 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
@@ -35,6 +34,7 @@
 #include "server/store/statistics_store.h"
 #include "tests/server/store/large_state.h"
 #include "tests/server/store/test_database.h"
+#include "tests/support/count.h"
 
 namespace quantd::server::store_processes_test {
 namespace {
@@ -44,13 +44,6 @@ using testing::BackendName;
 using testing::Backends;
 
 constexpr int kProcesses = 4;
-
-int64_t Count(const char* variable, int64_t default_count) {
-  int64_t count = 0;
-  const char* text = std::getenv(variable);
-  return text != nullptr && absl::SimpleAtoi(text, &count) ? count
-                                                           : default_count;
-}
 
 // Of many scales, so that a row takes several pages and can be torn.
 std::shared_ptr<const core::Encoding> MakeEncoding(float value) {
@@ -119,7 +112,7 @@ class StoreProcessesTest : public ::testing::TestWithParam<Backend> {
 };
 
 TEST_P(StoreProcessesTest, NoCompareAndSetIsLost) {
-  const int64_t merges = Count("QUANTD_STORE_MERGES", 300);
+  const int64_t merges = testing::Count("QUANTD_STORE_MERGES", 300);
   {
     const std::unique_ptr<SqlEncodingStore> store = Open();
     ASSERT_NE(store, nullptr);
@@ -164,7 +157,7 @@ TEST_P(StoreProcessesTest, NoCompareAndSetIsLost) {
 // Round after round over the same keys.
 TEST_P(StoreProcessesTest, KillingLosesAndTearsNothing) {
   constexpr int kKeys = 8;
-  const int64_t kills = Count("QUANTD_STORE_KILLS", 10);
+  const int64_t kills = testing::Count("QUANTD_STORE_KILLS", 10);
   const auto key = [](int64_t i) {
     return EncodingKey{"model", "revision", absl::StrCat(i % kKeys)};
   };
@@ -203,7 +196,7 @@ TEST_P(StoreProcessesTest, KillingLosesAndTearsNothing) {
 
 // Contributions that take several rows each, over one source.
 TEST_P(StoreProcessesTest, KillingCountsEachContributionOnce) {
-  const int64_t kills = Count("QUANTD_STORE_KILLS", 10);
+  const int64_t kills = testing::Count("QUANTD_STORE_KILLS", 10);
   const core::StatisticsState part = testing::MakeLargeState(1);
   uint64_t sequence = 0;
   for (int64_t round = 0; round < kills; ++round) {
@@ -239,7 +232,7 @@ TEST_P(StoreProcessesTest, KillingCountsEachContributionOnce) {
 // Readers see the whole old or the whole new revision.
 TEST_P(StoreProcessesTest, KillingLeavesAWholeRevision) {
   constexpr int kTensors = 20;
-  const int64_t kills = Count("QUANTD_STORE_KILLS", 10);
+  const int64_t kills = testing::Count("QUANTD_STORE_KILLS", 10);
   const auto key = [](absl::string_view revision, int tensor) {
     return EncodingKey{"model", std::string(revision), absl::StrCat(tensor)};
   };
