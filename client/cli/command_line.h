@@ -190,7 +190,8 @@ class CommandLine {
   const std::vector<HelpTopic>& topics() const { return topics_; }
 
   // The text of `help WORD...`: about a topic, a command, or without a word
-  // the program. Nothing for other words; `error` then says so.
+  // the program. For other words nothing, and `error` tells which word is not
+  // known.
   std::string Help(const std::vector<std::string>& words,
                    std::string* error) const;
 

@@ -47,7 +47,7 @@ constexpr int64_t kMxGroup = 32;
 
 // Number of int32 that hold so many codes of `bits` bits, one behind the other.
 inline int64_t PackedWords(int64_t codes, int64_t bits) {
-  return (codes * bits + 31) / 32;
+  return codes * bits / 32 + (codes * bits % 32 != 0);
 }
 
 // Of a model's folder; says how it is quantized.
