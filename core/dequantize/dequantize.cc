@@ -302,6 +302,21 @@ HWY_INLINE void DequantizeVector(D d, const Values& values,
   }
 }
 
+// The i-th to the last element of a span, one by one.
+template <typename T, class Values, class Scales>
+HWY_NOINLINE void DequantizeRest(const Values& values, const Scales& scales,
+                                 const uint8_t* HWY_RESTRICT in, int64_t i,
+                                 int64_t count, const Sink& sink,
+                                 uint8_t* HWY_RESTRICT out) {
+  const hn::CappedTag<T, 1> d;
+  const hn::Rebind<float, decltype(d)> df;
+  for (; i < count; ++i) {
+    DequantizeVector<Scales::kKind>(d, values, scales.Get(df, i),
+                                    in + i * Values::kCodeBytes, sink.type,
+                                    out + i * sink.size_bytes);
+  }
+}
+
 template <typename T, class Values, class Scales>
 void DequantizeSpan(const Values& values_in, const Scales& scales_in,
                     const uint8_t* HWY_RESTRICT in, int64_t count,
@@ -331,12 +346,8 @@ void DequantizeSpan(const Values& values_in, const Scales& scales_in,
                                     in + i * kCodeBytes, sink.type,
                                     out + i * sink.size_bytes);
   }
-  const hn::CappedTag<T, 1> d1;
-  const hn::Rebind<float, decltype(d1)> df1;
-  for (; i < count; ++i) {
-    DequantizeVector<Scales::kKind>(d1, values, scales.Get(df1, i),
-                                    in + i * kCodeBytes, sink.type,
-                                    out + i * sink.size_bytes);
+  if (i < count) {
+    DequantizeRest<T>(values_in, scales_in, in, i, count, sink_in, out);
   }
 }
 

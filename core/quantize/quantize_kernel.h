@@ -36,6 +36,27 @@ struct QuantizeRange {
   int32_t NanCode(int32_t zero_point) const;
 };
 
+// A part of a range, and where its codes go.
+struct RangePart {
+  // Of the range, not of the tensor.
+  int64_t begin;
+  int64_t count;
+  uint8_t* out;
+  // Bits that a code takes at `out`: those of the format, or 8 where the caller
+  // packs them.
+  int bits;
+
+  // [offset, offset + n) of it; `offset` begins a byte.
+  RangePart Sub(int64_t offset, int64_t n) const {
+    return {begin + offset, n, out + offset * bits / 8, bits};
+  }
+};
+
+// The codes and counts of a part, by dividing by its scales. Of any type, scale
+// and layout, and slower than by reciprocals.
+void QuantizeByDivision(const QuantizeRange& range, const RangePart& part,
+                        QuantizeCounts* counts);
+
 // The truth: one element after the other, as quantize.h says it. The policy
 // kReject is left to the caller, who sees the counts.
 void QuantizeScalar(const QuantizeRange& range, QuantizeCounts* counts);
