@@ -71,6 +71,9 @@ constexpr absl::Duration kLeaveInterval = absl::Milliseconds(5);
 constexpr auto kGoAwayTime = std::chrono::milliseconds(100);
 // For calls that take no notice.
 constexpr auto kCutTime = std::chrono::seconds(1);
+// For threads to let go of calls that gRPC has done with: they take no longer
+// than it takes to run.
+constexpr absl::Duration kLetGoTime = absl::Seconds(10);
 // A frame of HTTP/2: a default chunk fits into one. The default of 16 KiB costs
 // a look at the connection for each.
 constexpr int kFrameBytes = 2 << 20;
@@ -364,6 +367,7 @@ void QuantdServer::Stop(absl::Duration grace) {
     server_->Shutdown(std::chrono::system_clock::now() +
                       (is_empty ? kGoAwayTime : kCutTime));
     server_->Wait();
+    registry_.WaitUntilEmpty(kLetGoTime);
     control_server_.reset();
   }
   stopping_.Send();
