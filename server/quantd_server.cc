@@ -102,8 +102,11 @@ constexpr int kMaxPingStrikes = 2;
 constexpr absl::Duration kDialTimeout = absl::Seconds(5);
 
 // Registers gRPC's plugins, which are global, once.
-void InitPlugins() {
+void InitGrpc() {
   static const bool done = [] {
+    // Kept: otherwise the end of the last server shuts gRPC down, which may
+    // wait 10 s for a poll of its own to end.
+    grpc_init();
     // Malformed strings are answered to the client, not logged.
     google::protobuf::SetLogHandler(nullptr);
     grpc::EnableDefaultHealthCheckService(true);
@@ -187,7 +190,7 @@ void LimitConnections(const Limits& limits, grpc::ServerBuilder* builder) {
 absl::StatusOr<std::unique_ptr<QuantdServer>> QuantdServer::Start(
     const ServerOptions& options, EncodingStore* store,
     StatisticsStore* statistics, Metrics* metrics) {
-  InitPlugins();
+  InitGrpc();
   std::unique_ptr<AccessFile> access;
   if (!options.access_file.empty()) {
     absl::StatusOr<std::unique_ptr<AccessFile>> opened =

@@ -36,7 +36,6 @@
 #include "absl/types/span.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
-#include "grpc/grpc.h"
 #include "grpcpp/grpcpp.h"
 #include "gtest/gtest.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
@@ -156,9 +155,6 @@ std::string FailureOf(v1::QuantizationService::Stub& stub,
 
 class SharedMemoryTest : public ::testing::Test {
  protected:
-  // Otherwise the end of each server may wait 10 s for a poll of gRPC's own.
-  static void SetUpTestSuite() { grpc_init(); }
-
   SharedMemoryTest() : SharedMemoryTest(server::ServerOptions()) {}
   explicit SharedMemoryTest(server::ServerOptions options)
       : server_(With(std::move(options))) {}
