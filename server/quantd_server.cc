@@ -59,10 +59,11 @@ constexpr absl::Duration kExpiryWarning = absl::Hours(14 * 24);
 constexpr absl::Duration kExpiryInterval = absl::Hours(24);
 // For streams that are out of time to be told so.
 constexpr absl::Duration kEndGrace = absl::Milliseconds(500);
-// From when on clients are taken to have heard that they are sent away, and how
-// long to wait for that.
-constexpr absl::Duration kQuietTime = absl::Milliseconds(100);
-constexpr absl::Duration kMaxQuietWait = absl::Milliseconds(500);
+// Clients that make no call for so long are taken to have heard that they are
+// sent away; and how long to wait for that. A client on a busy machine takes
+// notice late.
+constexpr absl::Duration kQuietTime = absl::Milliseconds(500);
+constexpr absl::Duration kMaxQuietWait = absl::Seconds(5);
 // For connections to end when no call of ours is left: what comes later gRPC
 // cancels without a word.
 constexpr absl::Duration kLeaveTime = absl::Milliseconds(500);
@@ -346,8 +347,20 @@ void QuantdServer::Drain() {
   // that are there. What was sent before they heard of it is served.
   ports_->Close();
   SayGoodbye(server_.get());
-  registry_.WaitUntilQuiet(kQuietTime, kMaxQuietWait);
+  AwaitFarewell();
   Stop(options_.drain_grace);
+}
+
+void QuantdServer::AwaitFarewell() {
+  const absl::Duration begin = core::SteadyNow();
+  while (HasConnections(server_.get())) {
+    const absl::Duration now = core::SteadyNow();
+    if (now - std::max(registry_.last_arrival(), begin) >= kQuietTime ||
+        now - begin >= kMaxQuietWait) {
+      return;
+    }
+    absl::SleepFor(kLeaveInterval);
+  }
 }
 
 void QuantdServer::Stop(absl::Duration grace) {

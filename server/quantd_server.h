@@ -111,6 +111,8 @@ class QuantdServer {
   absl::Status Listen();
   // The control sockets beside the unix sockets, where memory is handed out.
   absl::Status ShareMemory();
+  // Waits until clients that were sent away have left, or make no more calls.
+  void AwaitFarewell();
   void Stop(absl::Duration grace);
   // Leaves to gRPC what tensors do not hold.
   void FitQuota();

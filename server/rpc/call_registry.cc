@@ -58,19 +58,9 @@ bool CallRegistry::WaitUntilEmpty(absl::Duration timeout) {
   }
 }
 
-void CallRegistry::WaitUntilQuiet(absl::Duration quiet,
-                                  absl::Duration timeout) {
-  const absl::Duration start = core::SteadyNow();
-  while (true) {
-    absl::Duration until;
-    {
-      absl::MutexLock lock(&mutex_);
-      until = std::min(std::max(last_arrival_, start) + quiet, start + timeout);
-    }
-    const absl::Duration left = until - core::SteadyNow();
-    if (left <= absl::ZeroDuration()) return;
-    absl::SleepFor(left);
-  }
+absl::Duration CallRegistry::last_arrival() const {
+  absl::MutexLock lock(&mutex_);
+  return last_arrival_;
 }
 
 absl::Status CallRegistry::Enter(WatchedCall* call,

@@ -54,9 +54,8 @@ class CallRegistry {
 
   // True when the last call was gone before `timeout`.
   bool WaitUntilEmpty(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Waits until no call comes for that long, at most for `timeout`.
-  void WaitUntilQuiet(absl::Duration quiet, absl::Duration timeout)
-      ABSL_LOCKS_EXCLUDED(mutex_);
+  // By core::SteadyNow(); infinitely long ago before the first call.
+  absl::Duration last_arrival() const ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Looks after the call until it leaves. `caller` is the group of its
   // CallerShare, which the call holds.
@@ -86,7 +85,7 @@ class CallRegistry {
   };
 
   std::atomic<bool> draining_{false};
-  absl::Mutex mutex_;
+  mutable absl::Mutex mutex_;
   Room call_room_ ABSL_GUARDED_BY(mutex_);
   Room watch_room_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<WatchedCall*, Entry> calls_ ABSL_GUARDED_BY(mutex_);

@@ -272,10 +272,9 @@ class CancelTest : public ::testing::Test {
 
   CancelTest()
       : unix_address_(absl::StrCat("unix:", directory_.path(), "/grpc")),
-        server_(
-            QuantdBinary(), directory_.path() + "/store.db",
-            {"--listen", unix_address_, "--shared-memory", "--metrics-listen",
-             "127.0.0.1:0", "--threads", "2", "--idle-timeout", "60s"}),
+        server_(QuantdBinary(), directory_.path() + "/store.db",
+                {"--listen", unix_address_, "--shared-memory", "--threads", "2",
+                 "--idle-timeout", "60s"}),
         channel_(server_.NewChannel()) {}
 
   // What ComputeEncodings and Sweep work on.

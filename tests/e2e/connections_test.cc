@@ -99,7 +99,7 @@ TEST(ConnectionsTest, ServesAgainAfterItWasOutOfDescriptors) {
   const TemporaryDirectory directory;
   const std::string unix_target = "unix:" + directory.File("s.sock");
   ServerProcess server(QuantdBinary(), directory.File("encodings.db"),
-                       {"--listen", unix_target, "--metrics-listen", "off"});
+                       {"--listen", unix_target});
   // Files of the store are open from here on.
   ASSERT_EQ(ListModels(NewChannel(unix_target)).error_message(), "");
   const rlim_t most = DescriptorsOf(server.pid()) + 20;

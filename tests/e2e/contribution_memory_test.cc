@@ -147,7 +147,7 @@ TEST(ContributionMemoryTest, ManyRanksFitTheMemoryOfTheUnit) {
   const TemporaryDirectory directory;
   const MemoryGroup group;
   ServerProcess server(QuantdBinary(), directory.File("store.db"),
-                       {"--metrics-listen", "off", "--drain-delay", "0s"});
+                       {"--drain-delay", "0s"});
   const bool is_held = group.Add(server.pid());
 
   const absl::Duration begin = core::SteadyNow();

@@ -160,8 +160,7 @@ class ContributionTest : public ::testing::Test {
   std::unique_ptr<ServerProcess> StartServer(const std::string& store) {
     return std::make_unique<ServerProcess>(
         QuantdBinary(), absl::StrCat(directory_.path(), "/", store),
-        std::vector<std::string>{"--metrics-listen", "off", "--drain-delay",
-                                 "0s", "--threads", "2",
+        std::vector<std::string>{"--drain-delay", "0s", "--threads", "2",
                                  // None is turned away, however busy the
                                  // machine is.
                                  "--queue-delay", "1h"});

@@ -157,8 +157,7 @@ class CrashTest : public ::testing::Test {
   std::unique_ptr<ServerProcess> StartServer() {
     return std::make_unique<ServerProcess>(
         QuantdBinary(), directory_.path() + "/encodings.db",
-        std::vector<std::string>{"--metrics-listen", "off", "--drain-delay",
-                                 "0s", "--threads", "2",
+        std::vector<std::string>{"--drain-delay", "0s", "--threads", "2",
                                  // Nothing is turned away or ended, however
                                  // busy the machine is.
                                  "--queue-delay", "1h", "--idle-timeout", "1h",

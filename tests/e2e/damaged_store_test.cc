@@ -104,9 +104,7 @@ class DamagedStoreTest : public ::testing::Test {
 
   const TemporaryDirectory directory_;
   const std::string store_ = directory_.File("store.db");
-  ServerProcess server_{QuantdBinary(),
-                        store_,
-                        {"--metrics-listen", "off", "--drain-delay", "0s"}};
+  ServerProcess server_{QuantdBinary(), store_, {"--drain-delay", "0s"}};
   std::unique_ptr<v1::EncodingService::Stub> encodings_ =
       v1::EncodingService::NewStub(server_.NewChannel());
 };
@@ -175,8 +173,7 @@ TEST_F(DamagedStoreTest, AnOlderStoreWithADamagedPageIsServed) {
     file.seekp(static_cast<std::streamoff>(page));
     file << std::string(4096, '\xff');
   }
-  ServerProcess server(QuantdBinary(), store_,
-                       {"--metrics-listen", "off", "--drain-delay", "0s"});
+  ServerProcess server(QuantdBinary(), store_, {"--drain-delay", "0s"});
   encodings_ = v1::EncodingService::NewStub(server.NewChannel());
   const std::vector<v1::StoredEncoding> list = List(100);
   ASSERT_EQ(list.size(), 3u);

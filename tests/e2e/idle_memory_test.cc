@@ -46,8 +46,7 @@ TEST(IdleMemoryTest, WhatLargeTensorsTookIsGivenBack) {
   const TemporaryDirectory directory;
   // It turns no client away, however busy the machine is.
   ServerProcess server(QuantdBinary(), directory.File("store.db"),
-                       {"--metrics-listen", "off", "--drain-delay", "0s",
-                        "--queue-delay", "1h"});
+                       {"--drain-delay", "0s", "--queue-delay", "1h"});
   const int64_t before = StatusBytes(server.pid(), "VmRSS:");
   ASSERT_GT(before, 0);
   std::vector<float> elements(kRows * kColumns);

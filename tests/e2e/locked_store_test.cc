@@ -70,8 +70,7 @@ TEST(LockedStoreTest, ReadsDoNotWaitForWrites) {
   const TemporaryDirectory directory;
   const std::string store = directory.File("store.db");
   ServerProcess server(QuantdBinary(), store,
-                       {"--metrics-listen", "127.0.0.1:0", "--drain-delay",
-                        "0s", "--cache-bytes", "0"});
+                       {"--drain-delay", "0s", "--cache-bytes", "0"});
   const auto stub = v1::EncodingService::NewStub(server.NewChannel());
   EXPECT_EQ(Put(*stub, "a").error_message(), "");
   sqlite3* other = nullptr;

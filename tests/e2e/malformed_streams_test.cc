@@ -1484,10 +1484,9 @@ class MalformedStreamsTest : public ::testing::TestWithParam<uint64_t> {
     suite_->server = std::make_unique<ServerProcess>(
         QuantdBinary(), suite_->directory.File("encodings.db"),
         std::vector<std::string>{
-            "--metrics-listen", "127.0.0.1:0", "--drain-delay", "0s",
-            "--chunk-bytes", absl::StrCat(kChunkBytes), "--tensor-bytes",
-            absl::StrCat(kTensorBytes), "--message-bytes", "1MiB",
-            "--cache-bytes", "256KiB", "--threads", "2",
+            "--drain-delay", "0s", "--chunk-bytes", absl::StrCat(kChunkBytes),
+            "--tensor-bytes", absl::StrCat(kTensorBytes), "--message-bytes",
+            "1MiB", "--cache-bytes", "256KiB", "--threads", "2",
             // However slow the machine is.
             "--queue-delay", "1h"});
     suite_->channel = suite_->server->NewChannel();

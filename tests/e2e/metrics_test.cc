@@ -48,9 +48,9 @@ class MetricsE2eTest : public ::testing::Test {
   // With a small cache in which nothing gets old.
   void Start(const std::vector<std::string>& more_flags,
              const std::string& drain_delay = "0s") {
-    std::vector<std::string> flags = {
-        "--metrics-listen", "127.0.0.1:0", "--cache-bytes", "64KiB",
-        "--cache-max-age",  "1h",          "--drain-delay", drain_delay};
+    std::vector<std::string> flags = {"--cache-bytes",   "64KiB",
+                                      "--cache-max-age", "1h",
+                                      "--drain-delay",   drain_delay};
     flags.insert(flags.end(), more_flags.begin(), more_flags.end());
     server_ = std::make_unique<ServerProcess>(
         QuantdBinary(), directory_.path() + "/encodings.db", flags);

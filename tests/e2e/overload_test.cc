@@ -392,7 +392,7 @@ void OverloadWith(const v1::QuantizeRequest& tensor, Load kind, int count,
   ServerProcess server(
       ConfinedQuantd(directory), directory.File("encodings.db"),
       {"--threads", absl::StrCat(kThreads), "--memory-budget-bytes", "256MiB",
-       "--metrics-listen", "off", "--log-level", "warning"});
+       "--log-level", "warning"});
   Generator generator(server, tensor);
   const auto expect_all_served_one_at_a_time = [&] {
     constexpr int kCalm = 3;

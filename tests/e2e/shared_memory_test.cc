@@ -1152,8 +1152,8 @@ TEST(SharedMemorySocketTest, StaleSocketsAreReplacedAndForeignOnesKept) {
   const TemporaryDirectory directory;
   const std::string store = directory.File("encodings.db");
   const std::string path = directory.File("quantd");
-  const std::vector<std::string> flags = {
-      "--listen", "unix:" + path, "--shared-memory", "--metrics-listen", "off"};
+  const std::vector<std::string> flags = {"--listen", "unix:" + path,
+                                          "--shared-memory"};
   {
     ServerProcess killed(QuantdBinary(), store, flags);
     killed.Kill();

@@ -285,7 +285,7 @@ TEST(SlowClientsTest, StreamsThatNobodyReadsStayWithinTheMemoryBudget) {
   TemporaryDirectory directory;
   ServerProcess server(QuantdBinary(), directory.File("encodings.db"),
                        {"--memory-budget-bytes", absl::StrCat(kBudgetBytes),
-                        "--metrics-listen", "off", "--log-level", "warning"});
+                        "--log-level", "warning"});
   const int64_t bytes_at_rest = PeakRssBytes(server.pid());
   const std::shared_ptr<grpc::Channel> health = server.NewChannel();
   TimeHealthCheck(health);

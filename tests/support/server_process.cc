@@ -40,13 +40,10 @@ ServerProcess::ServerProcess(const std::string& binary,
                              const std::vector<std::string>& flags) {
   const std::string ready_path = directory_.path() + "/ready.json";
   const std::string log_path = directory_.path() + "/quantd.log";
-  std::vector<std::string> arguments = {binary,
-                                        "--listen",
-                                        "127.0.0.1:0",
-                                        "--store",
-                                        "sqlite:" + store_path,
-                                        "--ready-file",
-                                        ready_path};
+  std::vector<std::string> arguments = {
+      binary,        "--listen", "127.0.0.1:0",          "--metrics-listen",
+      "127.0.0.1:0", "--store",  "sqlite:" + store_path, "--ready-file",
+      ready_path};
   arguments.insert(arguments.end(), flags.begin(), flags.end());
   std::vector<char*> argv;
   for (std::string& argument : arguments) argv.push_back(argument.data());
@@ -77,7 +74,7 @@ ServerProcess::ServerProcess(const std::string& binary,
   }
   const auto ready = nlohmann::json::parse(ReadFile(ready_path));
   address_ = ready.at("grpc").at(0).get<std::string>();
-  metrics_address_ = ready.value("metrics", "");
+  metrics_address_ = ready.at("metrics").get<std::string>();
 }
 
 ServerProcess::~ServerProcess() {

@@ -28,7 +28,7 @@ class ServerProcess {
   ServerProcess(const ServerProcess&) = delete;
   ServerProcess& operator=(const ServerProcess&) = delete;
 
-  // host:port of gRPC and of the metrics; the latter is empty when off.
+  // host:port of gRPC and of the metrics.
   const std::string& address() const { return address_; }
   const std::string& metrics_address() const { return metrics_address_; }
   pid_t pid() const { return pid_; }
