@@ -435,17 +435,16 @@ void QuantizeWith(const QuantizeRange& range, const Coder& coder,
 void QuantizeSimd(const QuantizeRange& range, QuantizeCounts* counts) {
   counts->total += range.count;
   const FormatInfo& format = range.format;
-  if (range.type == ElementType::kFloat64) {
+  // Only integers have real zero points.
+  if (range.type == ElementType::kFloat64 ||
+      range.encoding.zero_points_are_real) {
     QuantizeByDivision(range, {0, range.count, range.out, format.storage_bits},
                        counts);
     return;
   }
   switch (format.kind) {
     case CodeKind::kInteger:
-      if (range.encoding.zero_points_are_real) {
-        QuantizeByDivision(
-            range, {0, range.count, range.out, format.storage_bits}, counts);
-      } else if (format.storage_bits == 16) {
+      if (format.storage_bits == 16) {
         QuantizeWith(range, IntegerCoder<2>(range), counts);
       } else {
         QuantizeWith(range, IntegerCoder<1>(range), counts);
