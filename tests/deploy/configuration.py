@@ -11,8 +11,8 @@ from types import SimpleNamespace
 ROOT = os.path.realpath(os.path.join(os.path.dirname(__file__), "../.."))
 # What quantd takes beside its memory budget and its cache.
 MEMORY_BESIDE_BYTES = 256 << 20
-# After the grace: for streams to be told, and calls to be shut down.
-END_S = 3
+# For clients to hear of it, streams to be told, and connections to end.
+END_S = 7
 # What PostgreSQL 15 has without settings, less those kept for superusers.
 POSTGRESQL_CONNECTIONS = 100 - 3
 
