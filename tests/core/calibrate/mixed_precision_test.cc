@@ -13,7 +13,7 @@
 #include "absl/types/span.h"
 #include "core/parallel/stop_token.h"
 #include "gtest/gtest.h"
-#include "tests/core/heap_bytes.h"
+#include "tests/support/heap_bytes.h"
 
 namespace quantd::core::mixed_precision_test {
 namespace {
@@ -318,16 +318,16 @@ TEST(MixedPrecisionTest, TakesNoMoreMemoryThanItSays) {
     const std::vector<TensorOptions> tensors =
         NetworkOf(kTensors, spec_count, &random);
     const int64_t limit = RandomLimit(EndsOf(tensors), &random);
-    const int64_t before = live_bytes;
-    peak_bytes = before;
+    const int64_t before = testing::live_bytes;
+    testing::peak_bytes = before;
     EXPECT_TRUE(Best(tensors, limit).target_met);
     const int64_t most =
         MixtureBytes(spec_count) +
         static_cast<int64_t>(kTensors) *
             (kMixtureTensorBytes + spec_count * kMixtureOptionBytes);
-    EXPECT_LE(peak_bytes - before, most) << spec_count;
+    EXPECT_LE(testing::peak_bytes - before, most) << spec_count;
     if (spec_count == 64) {
-      EXPECT_GT(peak_bytes - before, most / 10 * 8);
+      EXPECT_GT(testing::peak_bytes - before, most / 10 * 8);
     }
   }
 }

@@ -15,8 +15,8 @@
 #include "core/statistics/held_tensor.h"
 #include "core/statistics/tensor_statistics.h"
 #include "gtest/gtest.h"
-#include "tests/core/heap_bytes.h"
 #include "tests/core/kernel_test_util.h"
+#include "tests/support/heap_bytes.h"
 
 namespace quantd::core::search_memory_test {
 namespace {
@@ -66,10 +66,10 @@ template <typename Work>
 int64_t HeldBy(const Work& work) {
   // Tables that are made once.
   work();
-  const int64_t before = live_bytes;
-  peak_bytes = before;
+  const int64_t before = testing::live_bytes;
+  testing::peak_bytes = before;
   work();
-  return peak_bytes - before;
+  return testing::peak_bytes - before;
 }
 
 TEST(SearchMemoryTest, IsWhatWasTold) {
