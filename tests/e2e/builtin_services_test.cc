@@ -23,6 +23,7 @@
 #include "quantd/v1/quantization_service.grpc.pb.h"
 #include "tests/support/metric_value.h"
 #include "tests/support/raw_stream.h"
+#include "tests/support/tensor_streams.h"
 #include "tests/support/test_server.h"
 
 namespace quantd::testing::builtin_services_test {
@@ -89,16 +90,7 @@ TEST(ReflectionTest, DoesNotKeepAServerThatDrains) {
   const auto channel = server.NewChannel();
   // An open tensor keeps it.
   RawStream tensor(channel, "/quantd.v1.QuantizationService/Quantize");
-  v1::QuantizeRequest request;
-  v1::TensorDescription* const description =
-      request.mutable_header()->mutable_tensor();
-  description->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
-  description->add_shape(4);
-  v1::Encoding* const encoding = request.mutable_header()->mutable_encoding();
-  encoding->set_format(v1::NUMBER_FORMAT_INT8);
-  encoding->add_scale(1);
-  request.set_data(std::string(4, '\0'));
-  ASSERT_TRUE(tensor.Write(request.SerializeAsString()));
+  ASSERT_TRUE(tensor.Write(OpenTensorRequest().SerializeAsString()));
   std::string answer;
   ASSERT_TRUE(tensor.Read(&answer));
   std::atomic<bool> drained = false;
@@ -167,18 +159,8 @@ class CallLimitTest : public ::testing::Test {
     return MetricValue(server_.metrics(), "quantd_limit_rejections_total");
   }
 
-  // A tensor of which something is missing, and what is there is answered.
   static std::string OpenTensor() {
-    v1::QuantizeRequest request;
-    v1::TensorDescription* const tensor =
-        request.mutable_header()->mutable_tensor();
-    tensor->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
-    tensor->add_shape(4);
-    v1::Encoding* const encoding = request.mutable_header()->mutable_encoding();
-    encoding->set_format(v1::NUMBER_FORMAT_INT8);
-    encoding->add_scale(1);
-    request.set_data(std::string(4, '\0'));
-    return request.SerializeAsString();
+    return OpenTensorRequest().SerializeAsString();
   }
 
   // As many streams as a caller may have.

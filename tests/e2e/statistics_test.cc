@@ -552,16 +552,9 @@ TEST_F(StatisticsRpcTest, ADrainingServerEndsASweepBetweenTensors) {
   // a client still writes there fails that call. An open tensor keeps it open.
   grpc::ClientContext tensor_context;
   const auto tensor = server_.quantization().Quantize(&tensor_context);
-  v1::QuantizeRequest request;
-  v1::QuantizeHeader* const header = request.mutable_header();
-  header->mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
-  header->mutable_tensor()->add_shape(2);
-  header->mutable_encoding()->set_format(v1::NUMBER_FORMAT_INT8);
-  header->mutable_encoding()->add_scale(1);
-  request.set_data(std::string(4, '\0'));
-  ASSERT_TRUE(tensor->Write(request));
-  v1::QuantizeResponse half;
-  ASSERT_TRUE(tensor->Read(&half));
+  ASSERT_TRUE(tensor->Write(OpenTensorRequest()));
+  v1::QuantizeResponse first;
+  ASSERT_TRUE(tensor->Read(&first));
 
   grpc::ClientContext context;
   const auto stream = server_.encodings().Sweep(&context, MakeLongSweep());

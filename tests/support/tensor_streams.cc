@@ -186,4 +186,15 @@ absl::StatusOr<v1::EvaluateSummary> Evaluate(
   return summary;
 }
 
+v1::QuantizeRequest OpenTensorRequest() {
+  v1::QuantizeRequest request;
+  v1::QuantizeHeader* const header = request.mutable_header();
+  header->mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
+  header->mutable_tensor()->add_shape(4);
+  header->mutable_encoding()->set_format(v1::NUMBER_FORMAT_INT8);
+  header->mutable_encoding()->add_scale(1);
+  request.set_data(std::string(4, '\0'));
+  return request;
+}
+
 }  // namespace quantd::testing

@@ -51,6 +51,10 @@ absl::StatusOr<v1::EvaluateSummary> Evaluate(
     v1::QuantizationService::Stub& stub, const v1::EvaluateHeader& header,
     absl::string_view data, int64_t chunk_bytes = 0);
 
+// The header of a tensor of Quantize and the first of its four elements, which
+// the server answers. The tensor stays open.
+v1::QuantizeRequest OpenTensorRequest();
+
 // The elements of `bytes`, and the bytes of `values`, as they are in memory.
 template <typename T>
 std::vector<T> FromBytes(absl::string_view bytes) {
