@@ -1,8 +1,15 @@
 #include "core/cpu.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
 #include <atomic>
 #include <cfloat>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <string>
 #include <vector>
@@ -10,15 +17,16 @@
 #include "absl/status/status.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "core/errors.h"
 #include "core/simd_internal.h"
 #include "hwy/highway.h"
 
-// Kernels were tried on x86-64 alone: some give other bytes elsewhere.
-#if !defined(__x86_64__)
-#error "quantd computes on x86-64"
+// Elsewhere nobody tried whether the kernels give the same bytes.
+#if !defined(__x86_64__) && !defined(__aarch64__)
+#error "quantd computes on x86-64 and aarch64"
 #endif
 // Such flags let the compiler compute something else than what is written.
 #if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || \
@@ -108,6 +116,30 @@ std::string SimdTarget() {
   const int64_t chosen = LowestBit(hwy::SupportedTargets() & all);
   return internal::UsesScalarKernels() || chosen == 0 ? std::string(kScalar)
                                                       : NameOf(chosen);
+}
+
+std::string CpuName() {
+#if defined(__x86_64__)
+  // 16 characters in each of three leaves.
+  constexpr uint32_t kFirstLeaf = 0x80000002;
+  uint32_t registers[3][4] = {};
+  for (uint32_t i = 0; i < 3; ++i) {
+    __get_cpuid(kFirstLeaf + i, &registers[i][0], &registers[i][1],
+                &registers[i][2], &registers[i][3]);
+  }
+  std::string name(sizeof(registers), '\0');
+  std::memcpy(name.data(), registers, sizeof(registers));
+  name.resize(std::strlen(name.c_str()));
+  absl::RemoveExtraAsciiWhitespace(&name);
+  return name.empty() ? "x86-64" : absl::StrCat("x86-64, ", name);
+#else
+  // The kernel lets programs read what identifies the CPU, and says so.
+  if ((getauxval(AT_HWCAP) & HWCAP_CPUID) == 0) return "aarch64";
+  uint64_t id = 0;
+  asm("mrs %0, MIDR_EL1" : "=r"(id));
+  return absl::StrCat("aarch64, implementer 0x", absl::Hex(id >> 24 & 0xFF),
+                      ", part 0x", absl::Hex(id >> 4 & 0xFFF));
+#endif
 }
 
 }  // namespace quantd::core

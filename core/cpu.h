@@ -1,4 +1,4 @@
-// Which SIMD instructions the kernels use.
+// Which CPU this is, and which of its SIMD instructions the kernels use.
 
 #ifndef QUANTD_CORE_CPU_H_
 #define QUANTD_CORE_CPU_H_
@@ -24,6 +24,11 @@ absl::Status SetSimdTarget(absl::string_view name);
 
 // The target in use.
 std::string SimdTarget();
+
+// Architecture and model of this CPU as it names itself, for people to read:
+// "x86-64, Intel(R) Xeon(R) Gold 6230 CPU @ 2.10GHz", or "aarch64, implementer
+// 0x41, part 0xd40".
+std::string CpuName();
 
 }  // namespace quantd::core
 

@@ -325,6 +325,10 @@ absl::Status StatisticsMismatchError(absl::string_view what) {
   return Error<Row("STATISTICS_MISMATCH")>(what);
 }
 
+absl::Status StatisticsIncompleteError(absl::string_view what) {
+  return Error<Row("STATISTICS_INCOMPLETE")>(what);
+}
+
 absl::Status GranularityTooFineError(absl::string_view what) {
   return Error<Row("GRANULARITY_TOO_FINE")>(what);
 }
@@ -517,9 +521,9 @@ absl::Status StreamIdleError(absl::Duration timeout) {
                                                 absl::FormatDuration(timeout)));
 }
 
-absl::Status ListenError(absl::string_view address) {
+absl::Status ListenError(absl::string_view address, absl::string_view why) {
   return Error<Row("LISTEN")>(
-      absl::StrCat("cannot listen on ", address,
+      absl::StrCat("cannot listen on ", address, ": ", why,
                    "; expected a free host:port or unix:path"));
 }
 

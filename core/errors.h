@@ -81,6 +81,7 @@ inline constexpr ErrorInfo kErrors[] = {
     // Statistics.
     {"CONTRIBUTION_INVALID", ErrorCode::kInvalidArgument},
     {"STATISTICS_MISMATCH", ErrorCode::kFailedPrecondition},
+    {"STATISTICS_INCOMPLETE", ErrorCode::kFailedPrecondition},
     {"GRANULARITY_TOO_FINE", ErrorCode::kFailedPrecondition},
     {"STATISTICS_TOO_LARGE", ErrorCode::kResourceExhausted, ErrorKind::kLimit},
     {"STATISTICS_INVALID", ErrorCode::kInvalidArgument},
@@ -233,6 +234,8 @@ absl::Status AxisUnknownError(absl::string_view what);
 absl::Status ContributionInvalidError(absl::string_view what);
 // Statistics that do not go together with those that are there.
 absl::Status StatisticsMismatchError(absl::string_view what);
+// Statistics of a tensor of which a slice is missing.
+absl::Status StatisticsIncompleteError(absl::string_view what);
 // Statistics for larger blocks than those asked for.
 absl::Status GranularityTooFineError(absl::string_view what);
 absl::Status StatisticsTooLargeError(int64_t limit_bytes, int64_t got_bytes,
@@ -313,7 +316,8 @@ absl::Status ModelDeniedError(absl::string_view model);
 // An open tensor made no progress for that long. Ends the stream.
 absl::Status StreamIdleError(absl::Duration timeout);
 // An address that could not be listened on.
-absl::Status ListenError(absl::string_view address);
+// `why` is such as "address already in use".
+absl::Status ListenError(absl::string_view address, absl::string_view why);
 absl::Status ConfigInvalidError(absl::string_view what);
 absl::Status SimdTargetError(absl::string_view got,
                              absl::string_view available);

@@ -3,6 +3,7 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -19,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/ascii.h"
@@ -33,6 +35,7 @@
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "core/errors.h"
+#include "core/statistics/gram_state.h"
 #include "core/types/block_layout.h"
 #include "server/guard/limits.h"
 #include "server/guard/size_text.h"
@@ -537,10 +540,16 @@ std::vector<Flag> MakeFlags() {
                 limits.metrics_count, 1, int64_t{1} << 30,
                 QUANTD_FIELD(limits.metrics_count)),
       SizeFlag("statistics-limit", kLimits,
-               "Largest stored statistics of one tensor and source, without a "
-               "Gram matrix.",
+               "Largest stored statistics of one tensor and source; moments "
+               "and Gram matrix of its features do not count.",
                limits.statistics_bytes, kKiB, 512 * kMiB,
                QUANTD_FIELD(limits.statistics_bytes)),
+      CountFlag("gram-features", kLimits,
+                "Most features that a Gram matrix sees together, a multiple of "
+                "128; of more features it has only the blocks along its "
+                "diagonal. n take 4 n^2 bytes of memory and of the store.",
+                limits.gram_features, core::GramState::kPartUnit, 32768,
+                QUANTD_FIELD(limits.gram_features)),
       SizeFlag("memory-budget-bytes", kLimits,
                "Memory that all requests together make the server hold.",
                limits.memory_budget_bytes, kMiB, 1024 * kTiB,
@@ -553,10 +562,13 @@ std::vector<Flag> MakeFlags() {
                 limits.tensor_count, 1, int64_t{1} << 30,
                 QUANTD_FIELD(limits.tensor_count)),
       DurationFlag("queue-delay", kLimits,
-                   "How long a tensor may queue behind tensors of its caller "
-                   "in a burst, or less than half of the time that the tensor "
-                   "itself takes, if that is longer. Under sustained load only "
-                   "the latter counts.",
+                   "How long a tensor may queue in a burst, behind tensors of "
+                   "its caller that take no longer than itself; or for 0.65 - "
+                   "0.5 / threads of its own time, at least 1 ms, if that is "
+                   "longer. Under sustained load only that part of its own "
+                   "time counts. All tensors of the caller together may delay "
+                   "it by this or, if that is longer, by five times its own "
+                   "time.",
                    limits.queue_delay, absl::ZeroDuration(), absl::Hours(1),
                    QUANTD_FIELD(limits.queue_delay)),
       CountFlag("shared-connections", kLimits,
@@ -807,6 +819,11 @@ absl::Status CheckTogether(const Config& config) {
         FormatSize(limits.message_bytes), " less 16KiB), got ",
         FormatSize(limits.chunk_bytes)));
   }
+  if (limits.gram_features % core::GramState::kPartUnit != 0) {
+    return core::ConfigInvalidError(absl::StrCat(
+        "--gram-features: expected a multiple of ", core::GramState::kPartUnit,
+        ", got ", limits.gram_features));
+  }
   if (limits.message_bytes > limits.memory_budget_bytes) {
     return core::ConfigInvalidError(absl::StrCat(
         "--memory-budget-bytes: expected at least --message-bytes (",
@@ -863,6 +880,39 @@ absl::Status ApplyFlag(const Flag& flag, const Values& values,
 }  // namespace
 
 absl::string_view Version() { return QUANTD_VERSION; }
+
+namespace {
+
+// Whether Kubernetes sets it for a service, such as QUANTD_SERVICE_HOST or
+// QUANTD_PORT_8430_TCP_ADDR.
+bool IsOfKubernetes(absl::string_view name, absl::string_view value) {
+  return absl::EndsWith(name, "_SERVICE_HOST") ||
+         absl::StrContains(name, "_SERVICE_PORT") ||
+         absl::StrContains(name, "_TCP") || absl::StartsWith(value, "tcp://");
+}
+
+std::vector<std::string> UnknownVariables(const std::vector<Flag>& flags) {
+  // The others are quantctl's, which often runs beside quantd.
+  absl::flat_hash_set<std::string> known = {
+      "QUANTD_CONFIG",     "QUANTD_SERVER",
+      "QUANTD_TLS_CA",     "QUANTD_CLIENT_CERTIFICATE",
+      "QUANTD_CLIENT_KEY", "QUANTD_TOKEN_FILE"};
+  for (const Flag& flag : flags) known.insert(VariableName(flag.name));
+  std::vector<std::string> unknown;
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    const std::pair<absl::string_view, absl::string_view> pair =
+        absl::StrSplit(*variable, absl::MaxSplits('=', 1));
+    if (absl::StartsWith(pair.first, "QUANTD_") &&
+        !known.contains(pair.first) &&
+        !IsOfKubernetes(pair.first, pair.second)) {
+      unknown.emplace_back(pair.first);
+    }
+  }
+  std::sort(unknown.begin(), unknown.end());
+  return unknown;
+}
+
+}  // namespace
 
 absl::StatusOr<CommandLine> ParseCommandLine(int argc,
                                              const char* const* argv) {
@@ -965,6 +1015,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc,
     if (!status.ok()) return status;
   }
   if (absl::Status status = CheckTogether(config); !status.ok()) return status;
+  result.unknown_variables = UnknownVariables(flags);
   if (print_config) {
     result.action = CommandLine::Action::kPrint;
     result.text = ShowConfig(flags, config);

@@ -71,6 +71,10 @@ struct CommandLine {
   Action action{};
   // Not of kPrint.
   Config config;
+  // Variables QUANTD_... that neither quantd nor quantctl reads: misspelt, or
+  // of another version. Those that Kubernetes sets for a service of the name
+  // quantd are not among them. Sorted; not of kPrint.
+  std::vector<std::string> unknown_variables;
   // Of kPrint only: the help, the version, or the effective configuration in
   // the form of a configuration file.
   std::string text;

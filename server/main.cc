@@ -62,7 +62,7 @@ void TuneAllocator() {
                      mallopt(M_TRIM_THRESHOLD, kTrimThresholdBytes) == 1 &&
                      mallopt(M_TOP_PAD, kTopPadBytes) == 1 &&
                      mallopt(M_ARENA_MAX, kArenas) == 1;
-  Log(tuned ? LogLevel::kInfo : LogLevel::kWarning,
+  Log(tuned ? LogLevel::kDebug : LogLevel::kWarning,
       tuned ? "allocator tuned" : "allocator could not be tuned",
       {{"mmap_threshold_bytes", kMmapThresholdBytes},
        {"trim_threshold_bytes", kTrimThresholdBytes},
@@ -196,7 +196,12 @@ int Fail(absl::string_view message, const absl::Status& status) {
                                                        : kExitFailed;
 }
 
-int Serve(const Config& config) {
+int Serve(const CommandLine& command_line) {
+  const Config& config = command_line.config;
+  for (const std::string& variable : command_line.unknown_variables) {
+    Log(LogLevel::kWarning, "no flag has the name of this variable; see --help",
+        {{"variable", variable}});
+  }
   TuneAllocator();
   TuneThreads();
   RaiseDescriptorLimit();
@@ -341,7 +346,7 @@ int Run(int argc, const char* const* argv) {
     case CommandLine::Action::kCompactStore:
       return Compact(command_line->config);
     default:
-      return Serve(command_line->config);
+      return Serve(*command_line);
   }
 }
 

@@ -29,6 +29,7 @@
 #include "grpcpp/health_check_service_interface.h"
 #include "grpcpp/resource_quota.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
+#include "server/config.h"
 #include "server/goodbye.h"
 #include "server/guard/free_memory.h"
 #include "server/logging.h"
@@ -247,7 +248,8 @@ QuantdServer::QuantdServer(const ServerOptions& options,
            &long_pool_,
            helper_pool_.get(),
            options.shared_memory ? &regions_ : nullptr,
-           &imports_},
+           &imports_,
+           Version()},
       registry_(options.limits.calls),
       quantization_service_(env_, &registry_),
       encoding_service_(env_, &registry_),
@@ -265,7 +267,8 @@ std::unique_ptr<Housekeeper> QuantdServer::MakeHousekeeper(
 }
 
 absl::Status QuantdServer::Listen() {
-  if (stopping_.fd() < 0) return core::ListenError("a descriptor to stop by");
+  if (stopping_.fd() < 0)
+    return core::ListenError("any address", "no descriptor is left");
   if (options_.shared_memory) {
     // First, so that who finds the one socket finds the other.
     if (absl::Status s = ShareMemory(); !s.ok()) return s;
@@ -303,7 +306,8 @@ absl::Status QuantdServer::Listen() {
   interceptors.push_back(MakeBuiltinGuard(env_, &registry_));
   builder.experimental().SetInterceptorCreators(std::move(interceptors));
   server_ = builder.BuildAndStart();
-  if (server_ == nullptr) return core::ListenError(ports_->addresses()[0]);
+  if (server_ == nullptr)
+    return core::ListenError(ports_->addresses()[0], "gRPC did not start");
   if (absl::Status s = ports_->Open(server_.get()); !s.ok()) return s;
   // Before the first scrape, which may come before the first look.
   metrics_->MemoryBudget(budget_.total_bytes(), budget_.used_bytes());

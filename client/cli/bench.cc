@@ -33,6 +33,7 @@
 #include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
+#include "client/models/model_sweep.h"
 #include "client/models/spec_syntax.h"
 #include "nlohmann/json.hpp"
 
@@ -47,6 +48,7 @@ struct BenchOptions {
   int connections = 1;
   int in_flight = 1;
   int candidates = 1;
+  std::string metrics = "all";
   bool shared_memory = false;
   int64_t chunk_bytes = 1 << 20;
   int64_t tensor_bytes = 16 << 20;
@@ -271,6 +273,7 @@ void DriveOperation(const BenchOptions& options, const Load& load,
     std::vector<EvaluateJob> jobs(count);
     for (EvaluateJob& job : jobs) {
       job.tensor = load.Reals();
+      if (options.metrics == "sweep") job.metrics = SweepMetrics();
       for (int i = 0; i < options.candidates; ++i) {
         job.candidates.push_back({Narrowed(load.encoding, i), ""});
       }
@@ -349,6 +352,7 @@ void ReportBench(const BenchOptions& options, const Window& begin,
       {"connections", options.connections},
       {"in_flight", options.in_flight},
       {"candidates", options.candidates},
+      {"metrics", options.metrics},
       {"shared_memory", options.shared_memory},
       {"chunk_bytes", options.chunk_bytes},
       {"tensor_bytes", static_cast<int64_t>(tensor_bytes)},
@@ -460,6 +464,12 @@ void AddBenchCommand(Command* quantctl, Session* session) {
       ->AddOption("--candidates", &options->candidates, "N",
                   "Encodings that evaluate measures at once")
       ->Between(1, 64)
+      ->ShowDefault();
+  command
+      ->AddOption("--metrics", &options->metrics, "",
+                  "What evaluate answers of each, all or as little as sweep "
+                  "needs")
+      ->OneOf({"all", "sweep"})
       ->ShowDefault();
   command->AddFlag("--shared-memory", &options->shared_memory,
                    "Keep tensors in memory shared with the server, on a unix "

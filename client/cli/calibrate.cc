@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/message_json.h"
@@ -24,6 +25,7 @@
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
 #include "client/files/safetensors.h"
+#include "client/models/gram_steps.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tensor_input.h"
 #include "nlohmann/json.hpp"
@@ -43,6 +45,9 @@ struct CalibrateOptions {
   uint32_t mantissa_bits = 0;
   std::optional<double> averaging_constant;
   bool force_statistics = false;
+  bool gram = false;
+  bool moments = false;
+  std::optional<int> feature_axis;
 
   // Contributions stand for themselves unless a spec was asked for.
   bool HasSpec() const {
@@ -78,6 +83,70 @@ v1::Contribution MakeContribution(const CalibrateOptions& options,
       }
   }
   return contribution;
+}
+
+// What --gram, --moments and --feature-axis mean for a tensor.
+void AddFeatures(const CalibrateOptions& options,
+                 const files::FileTensor& tensor,
+                 v1::Contribution* contribution) {
+  if (!options.gram && !options.moments) return;
+  v1::FeatureStatistics* const features = contribution->mutable_features();
+  features->set_gram(options.gram);
+  features->set_moments(options.moments);
+  if (options.feature_axis.has_value()) {
+    features->set_axis(*options.feature_axis);
+  }
+  // The server says what is wrong with a tensor without elements.
+  if (!options.gram || tensor.shape.empty() || tensor.data.empty()) return;
+  const std::vector<int> steps = GramSteps(tensor);
+  features->mutable_step_exponent()->Add(steps.begin(), steps.end());
+}
+
+// What a contribution counted, in JSON.
+Json ContributionJson(const v1::ContributionResult& counted) {
+  Json json = {{"sequence", counted.sequence()},
+               {"duplicate", counted.duplicate()}};
+  if (counted.has_gram()) {
+    const v1::GramResult& gram = counted.gram();
+    json["gram"] = {{"rows", gram.rows()},
+                    {"left_out_rows", gram.left_out_rows()},
+                    {"clipped_count", gram.clipped_count()},
+                    {"part_size", gram.part_size()}};
+  }
+  if (counted.has_moments()) {
+    const v1::MomentsResult& moments = counted.moments();
+    json["moments"] = {{"feature_count", moments.feature_count()},
+                       {"count", moments.count()},
+                       {"left_out_count", moments.left_out()}};
+  }
+  return json;
+}
+
+// What a contribution left out of the features, or did to them, in words.
+void AddFeatureNotes(const files::FileTensor& tensor,
+                     const v1::ContributionResult& counted,
+                     std::vector<std::string>* notes) {
+  const auto note = [&](uint64_t count, absl::string_view what) {
+    if (count == 0) return;
+    notes->push_back(absl::StrCat("quantctl: tensor ", tensor.name, ": ",
+                                  CountText(count), " ", what));
+  };
+  const v1::GramResult& gram = counted.gram();
+  note(gram.left_out_rows(),
+       "rows are left out of the Gram matrix: an element is not finite");
+  note(gram.clipped_count(),
+       "elements are limited to 8191 steps in the Gram matrix; if they are "
+       "many, delete the statistics and begin with the largest inputs");
+  if (gram.part_size() > 0) {
+    const auto features = static_cast<uint64_t>(tensor.shape.back());
+    const uint64_t parts = (features + gram.part_size() - 1) / gram.part_size();
+    note(parts > 1 ? parts : 0,
+         absl::StrCat("parts of ", CountText(gram.part_size()),
+                      " features make up the Gram matrix; features of two "
+                      "parts count as uncorrelated"));
+  }
+  note(counted.moments().left_out(),
+       "elements are left out of the moments: they are not finite");
 }
 
 // What the statistics of a tensor take in the store, about, where they are in
@@ -168,11 +237,14 @@ void RunCalibrate(const CalibrateOptions& options, Session* session) {
     table.AddColumn("SEQUENCE", Table::Align::kRight);
     table.AddColumn("COUNTED", Table::Align::kLeft);
   }
+  if (options.gram) table.AddColumn("GRAM ROWS", Table::Align::kRight);
+  if (options.moments) table.AddColumn("FEATURES", Table::Align::kRight);
   if (has_spec) {
     table.AddColumn("SCALES", Table::Align::kRight);
     table.AddColumn("ETAG", Table::Align::kLeft);
   }
   std::vector<TensorError> errors;
+  std::vector<std::string> notes;
   const auto fail = [&](const files::FileTensor& tensor,
                         const absl::Status& status) {
     session->Note(kServerError);
@@ -214,6 +286,7 @@ void RunCalibrate(const CalibrateOptions& options, Session* session) {
           }
           if (contributes) {
             job.contribution = MakeContribution(options, *granularity);
+            AddFeatures(options, tensor, &*job.contribution);
           }
           return job;
         },
@@ -242,10 +315,14 @@ void RunCalibrate(const CalibrateOptions& options, Session* session) {
                         statistics.negative_infinity_count())};
           if (contributes) {
             const v1::ContributionResult& counted = result->contribution();
-            json["contribution"] = {{"sequence", counted.sequence()},
-                                    {"duplicate", counted.duplicate()}};
+            json["contribution"] = ContributionJson(counted);
             row.push_back(CountText(counted.sequence()));
             row.push_back(counted.duplicate() ? "before" : "now");
+            if (options.gram) row.push_back(CountText(counted.gram().rows()));
+            if (options.moments) {
+              row.push_back(CountText(counted.moments().feature_count()));
+            }
+            AddFeatureNotes(tensor, counted, &notes);
           }
           if (result->has_prediction()) {
             json["prediction"] = PredictionJson(result->prediction());
@@ -278,6 +355,7 @@ void RunCalibrate(const CalibrateOptions& options, Session* session) {
                                {"tensors", list}});
   }
   session->Print(table.Render(StdoutHasStyle()));
+  PrintNotes(notes, session);
   PrintTensorErrors(errors, session);
 }
 
@@ -289,11 +367,7 @@ void AddCalibrateCommand(Command* quantctl, Session* session) {
       "Compute the encodings of a file's tensors, or add to the statistics "
       "that encodings are computed from later, and keep them on the server");
   const auto options = std::make_shared<CalibrateOptions>();
-  command
-      ->AddArgument("file", &options->input, "FILE",
-                    "safetensors, .npy, .gguf or .onnx file, or a folder with "
-                    "model.safetensors.index.json or model.safetensors")
-      ->Required();
+  AddInputArgument(command, &options->input);
   options->name.AddOptions(command, /*required=*/false);
   options->spec.AddOptionsWithPatterns(command);
   options->spec.ShowGranularity();
@@ -327,6 +401,23 @@ void AddCalibrateCommand(Command* quantctl, Session* session) {
                   "Weight of a contribution in the moving average; default "
                   "0.01")
       ->Needs(source);
+  command
+      ->AddFlag("--gram", &options->gram,
+                "Keep the Gram matrix of the tensors' rows too, for "
+                "quantctl quantize --rounding compensated and quantctl "
+                "evaluate --inputs: the last dimension has the inputs of "
+                "a layer. It takes about 4 n^2 bytes for n of them")
+      ->Needs(source);
+  command
+      ->AddFlag("--moments", &options->moments,
+                "Keep count, sum and sum of squares of each feature too, "
+                "for specs with importance and for importance matrices of "
+                "llama.cpp")
+      ->Needs(source);
+  command->AddOption("--feature-axis", &options->feature_axis, "AXIS",
+                     "Dimension that has the features of --moments; negative "
+                     "ones count from the end; default -1, the last. A Gram "
+                     "matrix takes the last one only");
   command->AddFlag("--force-statistics", &options->force_statistics,
                    "Add to statistics also where they would take more than the "
                    "tensors and more than 16 MiB");
@@ -338,6 +429,10 @@ void AddCalibrateCommand(Command* quantctl, Session* session) {
       "quantctl calibrate model.safetensors --model acme/net \\\n"
       "  --spec int8:per-channel",
       "compute encodings at once and keep them");
+  command->AddExample(
+      "quantctl calibrate inputs.safetensors --model acme/net --gram \\\n"
+      "  --moments --source rank-0 --sequence 1",
+      "the inputs of layers, for quantctl quantize --rounding compensated");
   command->AddNote(
       "Statistics keep a histogram for each scale, and are for activations. Of "
       "a float32 matrix of 4,096 columns they take less than a hundredth of "
@@ -346,6 +441,11 @@ void AddCalibrateCommand(Command* quantctl, Session* session) {
       "in a file: quantctl sweep FILE measures them there in one pass and "
       "stores nothing.");
   command->OnRun([options, session, store] {
+    if (options->feature_axis.has_value() && !options->gram &&
+        !options->moments) {
+      return session->FailUsage(ArgumentInvalidError(
+          "expected --moments or --gram with --feature-axis"));
+    }
     if (!store->IsGiven()) options->store = !options->name.model.empty();
     // Files of many people have the same name.
     if (options->name.model.empty() &&

@@ -23,6 +23,7 @@ void AddModelsCommand(Command* quantctl, Session* session);
 void AddRevisionsCommand(Command* quantctl, Session* session);
 void AddHealthCommand(Command* quantctl, Session* session);
 void AddReportCommand(Command* quantctl, Session* session);
+void AddSelftestCommand(Command* quantctl, Session* session);
 void AddBenchCommand(Command* quantctl, Session* session);
 void AddCompletionCommand(Command* quantctl);
 // These two belong behind the others, which they know.

@@ -189,7 +189,9 @@ const std::vector<SchemePreset>& SchemePresets() {
       {"MXFP4", "mxfp4_e2m1", compressed, "dynamic=mxfp4_e2m1"},
       {"MXFP4A16", "mxfp4_e2m1", compressed, "none"},
       {"MXFP8", "mxfp8_e4m3", compressed, "dynamic=mxfp8_e4m3"},
+      {"MXFP8A16", "mxfp8_e4m3", compressed, "none"},
       {"W4A16", "int4:group:128", compressed, "none"},
+      {"W4A16_ASYM", "uint4:group:128", compressed, "none"},
       {"W8A16", "int8:group:128", "pack-quantized", "none"},
       {"W4AFP8", "int4:group:128", compressed, "dynamic=float8_e4m3fn"}};
   return *kPresets;

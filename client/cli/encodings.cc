@@ -10,6 +10,7 @@
 #include "absl/strings/str_join.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
+#include "client/cli/interchange.h"
 #include "client/cli/message_json.h"
 #include "client/cli/printable.h"
 #include "client/cli/progress.h"
@@ -68,6 +69,28 @@ std::string GranularityText(const Encoding& encoding) {
   return absl::StrCat("block=", absl::StrJoin(block, ","));
 }
 
+// What made an encoding, in few words; empty where nobody knows.
+std::string ProvenanceText(const v1::EncodingProvenance& provenance) {
+  const v1::EncodingSpec& spec = provenance.spec();
+  const std::string method = absl::StrCat(
+      MethodName(spec.method()), spec.has_importance() ? ", importance" : "");
+  switch (provenance.origin()) {
+    case v1::ENCODING_ORIGIN_ELEMENTS:
+      return method;
+    case v1::ENCODING_ORIGIN_STATISTICS:
+      return absl::StrCat(method, ", statistics");
+    case v1::ENCODING_ORIGIN_CLIENT:
+      return "put by a client";
+    case v1::ENCODING_ORIGIN_IMPORT: {
+      v1::InterchangeFormat format = v1::INTERCHANGE_FORMAT_UNSPECIFIED;
+      v1::InterchangeFormat_Parse(provenance.interchange_format(), &format);
+      return absl::StrCat("imported from ", InterchangeFormatName(format));
+    }
+    default:
+      return "";
+  }
+}
+
 // The encodings themselves, which lists leave out, as long as they are not too
 // large for a glance. Those that are gone by then stay without.
 void ReadEncodings(Client* client, std::vector<v1::StoredEncoding>* list) {
@@ -86,6 +109,9 @@ void ReadEncodings(Client* client, std::vector<v1::StoredEncoding>* list) {
     if (IsServerUnreachable(read.status())) return;
     if (read.ok() && read->etag() == stored.etag()) {
       stored.mutable_encoding()->Swap(read->mutable_encoding());
+      if (read->has_provenance()) {
+        stored.mutable_provenance()->Swap(read->mutable_provenance());
+      }
     }
   }
 }
@@ -109,6 +135,7 @@ void RunListEncodings(const EncodingsOptions& options, Session* session) {
   table.AddColumn("FORMAT", Table::Align::kLeft);
   table.AddColumn("GRANULARITY", Table::Align::kLeft);
   table.AddColumn("SCALES", Table::Align::kRight);
+  table.AddColumn("METHOD", Table::Align::kLeft);
   table.AddColumn("UPDATED UTC", Table::Align::kLeft);
   table.AddColumn("ETAG", Table::Align::kLeft);
   for (const v1::StoredEncoding& stored : *encodings) {
@@ -117,8 +144,8 @@ void RunListEncodings(const EncodingsOptions& options, Session* session) {
         {stored.name().tensor(),
          stored.has_error() ? "damaged" : FormatName(stored.format()),
          stored.has_encoding() ? GranularityText(stored.encoding()) : "",
-         CountText(stored.scale_count()), TimeText(stored.update_time()),
-         stored.etag()});
+         CountText(stored.scale_count()), ProvenanceText(stored.provenance()),
+         TimeText(stored.update_time()), stored.etag()});
     if (stored.has_error()) session->TellDamage(stored.error());
   }
   if (session->json) {

@@ -1,4 +1,9 @@
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,17 +22,22 @@
 #include "client/cli/progress.h"
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
+#include "client/cli/stored_inputs.h"
 #include "client/cli/streams.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_options.h"
+#include "client/cli/tie_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/files/dtype.h"
+#include "client/files/gguf.h"
+#include "client/files/gguf_types.h"
 #include "client/files/safetensors.h"
-#include "client/models/outer_maximum.h"
+#include "client/models/gguf_blocks.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tensor_engine.h"
 #include "client/models/tensor_input.h"
+#include "client/models/tie_groups.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -42,9 +52,15 @@ struct EvaluateOptions {
   bool with_distribution = false;
   // A file to compare with; empty for candidates.
   std::string reference;
+  TieFlags ties;
+  InputsOptions inputs;
   // On the machine of the server one keeps it busy.
   StreamsOption streams = {1};
 };
+
+// The names of the inputs that weights have, by weight; those without are not
+// there.
+using InputNames = std::map<std::string, std::string>;
 
 // With a label unless that is empty.
 Json MetricsJson(const std::string& label, const v1::ErrorMetrics& metrics) {
@@ -70,6 +86,19 @@ Json MetricsJson(const std::string& label, const v1::ErrorMetrics& metrics) {
         {"first_exponent", histogram.first_exponent()},
         {"count", std::vector<uint64_t>(histogram.count().begin(),
                                         histogram.count().end())}};
+  }
+  return json;
+}
+
+// The metrics of a candidate, with those at the output of the layer.
+Json CandidateJson(const v1::CandidateMetrics& candidate) {
+  Json json = MetricsJson(candidate.label(), candidate.overall());
+  json["mantissa_bits"] = candidate.mantissa_bits();
+  if (candidate.has_output_noise()) {
+    const double ratio = candidate.output_noise().noise_to_signal();
+    json["output_noise"] = {{"noise_to_signal", ratio},
+                            {"sqnr_db", -10 * std::log10(ratio)},
+                            {"source", "gram"}};
   }
   return json;
 }
@@ -108,8 +137,15 @@ absl::StatusOr<std::vector<Candidate>> ParseCandidates(
   return candidates;
 }
 
+// The candidates that become blocks, which the server does not know.
+bool IsBlocks(const Candidate& candidate, const files::FileTensor& tensor) {
+  return !candidate.is_stored &&
+         BlockTypeFor(candidate.spec, tensor.shape) != nullptr;
+}
+
 absl::StatusOr<EvaluateJob> MakeJob(const EvaluateOptions& options,
                                     const std::vector<Candidate>& candidates,
+                                    const InputNames& inputs,
                                     const files::FileTensor& tensor) {
   EvaluateJob job;
   // A name is for what is stored alone.
@@ -119,7 +155,14 @@ absl::StatusOr<EvaluateJob> MakeJob(const EvaluateOptions& options,
   job.with_distribution = options.with_distribution;
   // Nobody looks at them, and they may be large.
   job.omit_encodings = true;
+  if (const auto found = inputs.find(tensor.name); found != inputs.end()) {
+    job.inputs.emplace();
+    job.inputs->set_model(options.inputs.model);
+    job.inputs->set_revision(options.inputs.revision);
+    job.inputs->set_tensor(found->second);
+  }
   for (const Candidate& candidate : candidates) {
+    if (IsBlocks(candidate, tensor)) continue;
     if (candidate.is_stored) {
       job.candidates.push_back({v1::EncodingReference(), candidate.label});
       continue;
@@ -188,32 +231,159 @@ void NoteMissing(const TensorInput& input, const TensorInput& reference,
                                    " are not in ", options.input));
 }
 
-// Gives each tensor its result. Against a reference unless that is null.
+// The error of the blocks that a tensor becomes: the server compares what they
+// stand for with the tensor.
+absl::StatusOr<v1::ErrorMetrics> EvaluateBlocks(const EvaluateOptions& options,
+                                                const SpecTemplate& spec,
+                                                const files::FileTensor& tensor,
+                                                Client* client) {
+  const files::GgufType& type = *BlockTypeFor(spec, tensor.shape);
+  v1::ErrorMetrics metrics;
+  const absl::StatusOr<std::vector<uint8_t>> blocks =
+      MakeGgufBlocks(tensor, type, &metrics);
+  if (!blocks.ok()) return blocks.status();
+  files::GgufTensor coded;
+  coded.type = &type;
+  coded.data = *blocks;
+  const std::vector<float> reals = files::DequantizeGguf(coded);
+  const files::FileTensor decoded = {
+      tensor.name,
+      files::Dtype::kF32,
+      tensor.shape,
+      {reinterpret_cast<const uint8_t*>(reals.data()),
+       reals.size() * sizeof(float)}};
+  const std::shared_ptr<const void> hold = tensor.Hold();
+  const Pairs pairs = MakePairs(tensor, decoded);
+  EvaluateJob job;
+  job.tensor = MakeTensor(tensor, TensorName());
+  job.tensor.element_type = pairs.element_type;
+  job.tensor.data = pairs.data;
+  job.comparison = true;
+  job.with_distribution = options.with_distribution;
+  const absl::StatusOr<EvaluateResult> result = client->Evaluate(job);
+  if (!result.ok()) return result.status();
+  return result->comparison();
+}
+
+// Puts what EvaluateBlocks finds among the candidates of the server.
+absl::Status AddBlocks(const EvaluateOptions& options,
+                       const std::vector<Candidate>& candidates,
+                       const files::FileTensor& tensor, Client* client,
+                       EvaluateResult* result) {
+  EvaluateResult merged = *result;
+  merged.clear_candidates();
+  int next = 0;
+  for (const Candidate& candidate : candidates) {
+    if (!IsBlocks(candidate, tensor)) {
+      *merged.add_candidates() = result->candidates(next++);
+      continue;
+    }
+    const absl::StatusOr<v1::ErrorMetrics> metrics =
+        EvaluateBlocks(options, candidate.spec, tensor, client);
+    if (!metrics.ok()) return metrics.status();
+    v1::CandidateMetrics* const added = merged.add_candidates();
+    added->set_label(candidate.label);
+    *added->mutable_overall() = *metrics;
+  }
+  *result = std::move(merged);
+  return absl::OkStatus();
+}
+
+// The inputs of the tensors, where --inputs asks for them. Says which tensors
+// have none.
+// Errors: ARGUMENT_INVALID if none of them has; those of StoredInputs::Read.
+absl::StatusOr<InputNames> FindInputs(
+    const EvaluateOptions& options,
+    const std::vector<const files::FileTensor*>& tensors, Client* client,
+    Session* session) {
+  InputNames names;
+  if (!options.inputs.IsGiven()) return names;
+  const absl::StatusOr<StoredInputs> stored =
+      StoredInputs::Read(options.inputs, client);
+  if (!stored.ok()) return stored.status();
+  std::vector<std::string> without;
+  for (const files::FileTensor* const tensor : tensors) {
+    std::string inputs = stored->Of(tensor->name);
+    if (inputs.empty()) {
+      without.push_back(tensor->name);
+    } else {
+      names[tensor->name] = std::move(inputs);
+    }
+  }
+  if (names.empty()) return NoInputsError(options.inputs);
+  if (!without.empty()) {
+    session->PrintError(absl::StrCat(
+        "quantctl: without the error at the output of the layer, as no Gram "
+        "matrix of their inputs is stored: ",
+        NamesText(without)));
+    if (!options.filter.include.empty()) session->Note(kServerError);
+  }
+  return names;
+}
+
+// Gives each tensor its result. Against a reference unless that is null. With
+// `wants_all` all metrics, otherwise those of the table.
+// `ties`  groups of tensors that share outer scales.
 // Errors: what ends the run.
 absl::Status EvaluateAll(const EvaluateOptions& options,
                          const std::vector<Candidate>& candidates,
+                         const InputNames& inputs,
                          const std::vector<const files::FileTensor*>& tensors,
+                         const std::vector<TieGroup>& ties,
                          const TensorInput* reference,
-                         const Connections& connections, bool shows_progress,
+                         const Connections& connections, bool wants_all,
+                         bool shows_progress,
                          std::vector<absl::StatusOr<EvaluateResult>>* results) {
   uint64_t total_bytes = 0;
   for (const files::FileTensor* const tensor : tensors) {
     total_bytes += tensor->data.size();
+  }
+  // Those that the server has to see, and those that become blocks.
+  std::vector<size_t> tasks;
+  std::vector<size_t> with_blocks;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto count = static_cast<size_t>(
+        std::count_if(candidates.begin(), candidates.end(),
+                      [&tensor = *tensors[i]](const Candidate& candidate) {
+                        return IsBlocks(candidate, tensor);
+                      }));
+    if (count > 0) with_blocks.push_back(i);
+    if (count < candidates.size() || reference != nullptr) {
+      tasks.push_back(i);
+    } else {
+      (*results)[i] = EvaluateResult();
+    }
+  }
+  // Of each candidate that the server quantizes.
+  std::deque<std::vector<TieGroup>> tied;
+  std::deque<TiedMaxima> maxima;
+  for (const Candidate& candidate : candidates) {
+    maxima.emplace_back(tied.emplace_back(
+        candidate.is_stored ? std::vector<TieGroup>()
+                            : GroupsThatShare(candidate.spec, ties)));
   }
   // Of a comparison; each stays until its tensor is answered.
   std::vector<Pairs> pairs(reference == nullptr ? 0 : tensors.size());
   Progress progress(total_bytes, shows_progress);
   absl::Mutex mutex;
   internal::EvaluateEngine::Work work;
-  work.count = tensors.size();
-  work.size_bytes = [&](size_t i) { return tensors[i]->data.size(); };
-  work.make_job = [&](size_t i) {
+  work.count = tasks.size();
+  work.size_bytes = [&](size_t k) { return tensors[tasks[k]]->data.size(); };
+  work.make_job = [&](size_t k) {
+    const size_t i = tasks[k];
     const files::FileTensor& tensor = *tensors[i];
-    EvaluateJob job = *MakeJob(options, candidates, tensor);
-    for (EvaluateCandidate& candidate : job.candidates) {
-      if (const auto* spec = std::get_if<EncodingSpec>(&candidate.source)) {
-        candidate.outer_maximum = OuterMaximumFor(*spec, tensor);
+    EvaluateJob job = *MakeJob(options, candidates, inputs, tensor);
+    if (!wants_all) {
+      job.metrics = {v1::ERROR_METRIC_SQNR_DB,
+                     v1::ERROR_METRIC_MAX_ABSOLUTE_ERROR};
+    }
+    auto next = job.candidates.begin();
+    for (size_t c = 0; c < candidates.size(); ++c) {
+      if (IsBlocks(candidates[c], tensor)) continue;
+      if (const auto* spec = std::get_if<EncodingSpec>(&next->source)) {
+        next->outer_maximum = maxima[c].For(*spec, tensor);
       }
+      ++next;
     }
     if (reference != nullptr) {
       const files::FileTensor& other = *reference->Find(tensor.name);
@@ -225,18 +395,33 @@ absl::Status EvaluateAll(const EvaluateOptions& options,
     }
     return job;
   };
-  work.take = [&](size_t i, absl::StatusOr<EvaluateResult> result,
+  // Only what ends the run is an error.
+  const auto check = [](const absl::Status& status) {
+    return ExitCodeOf(status) == kUnreachable ? status : absl::OkStatus();
+  };
+  work.take = [&](size_t k, absl::StatusOr<EvaluateResult> result,
                   EvaluateStream*) {
+    const size_t i = tasks[k];
     if (reference != nullptr) pairs[i] = Pairs();
-    const absl::Status status = ExitCodeOf(result.status()) == kUnreachable
-                                    ? result.status()
-                                    : absl::OkStatus();
+    absl::Status status = check(result.status());
     (*results)[i] = std::move(result);
     absl::MutexLock lock(&mutex);
     progress.Add(tensors[i]->data.size(), tensors[i]->name);
     return status;
   };
-  return internal::EvaluateEngine(connections.clients()).Run(work);
+  absl::Status status =
+      internal::EvaluateEngine(connections.clients()).Run(work);
+  // While no stream is open: it would wait too long.
+  for (const size_t i : with_blocks) {
+    absl::StatusOr<EvaluateResult>& result = (*results)[i];
+    if (!status.ok()) break;
+    if (!result.ok()) continue;
+    const absl::Status added = AddBlocks(options, candidates, *tensors[i],
+                                         connections.clients()[0], &*result);
+    status = check(added);
+    if (!added.ok()) result = added;
+  }
+  return status;
 }
 
 // A file of plain tensors; with `decodes` also of what other programs
@@ -262,6 +447,10 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
       ParseCandidates(options);
   if (!candidates.ok()) return session->FailUsage(candidates.status());
   const bool compares = !options.reference.empty();
+  if (compares && options.ties.IsGiven()) {
+    return session->FailUsage(ArgumentInvalidError(
+        "expected --tie and --no-ties with specs, got --reference"));
+  }
   const absl::StatusOr<TensorInput> input =
       OpenInput(options.input, /*decodes=*/compares);
   if (!input.ok()) return session->Fail(input.status());
@@ -281,6 +470,10 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
       options.streams.Connect(*session);
   if (!connections.ok()) return session->FailUsage(connections.status());
   if (compares) NoteMissing(*input, *reference, options, session);
+  const absl::StatusOr<InputNames> inputs =
+      FindInputs(options, *taken, connections->first(), session);
+  if (!inputs.ok()) return FailEarly(inputs.status(), session);
+  const bool has_inputs = !inputs->empty();
 
   Json list = Json::array();
   Table table;
@@ -289,6 +482,7 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
   table.AddColumn("DTYPE", Table::Align::kLeft);
   const auto add_columns = [&](const std::string& label) {
     table.AddColumn(absl::StrCat(label, " DB"), Table::Align::kRight);
+    if (has_inputs) table.AddColumn("OUTPUT DB", Table::Align::kRight);
     table.AddColumn("MAX ERROR", Table::Align::kRight);
     if (options.with_distribution) {
       table.AddColumn("KL", Table::Align::kRight);
@@ -297,8 +491,15 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
   for (const Candidate& candidate : *candidates) add_columns(candidate.label);
   if (compares) add_columns("SQNR");
   const auto add_cells = [&](const v1::ErrorMetrics& metrics,
+                             const v1::OutputNoise* output,
                              std::vector<std::string>* row) {
     row->push_back(DecibelText(metrics.sqnr_db()));
+    if (has_inputs) {
+      row->push_back(
+          output == nullptr
+              ? ""
+              : DecibelText(-10 * std::log10(output->noise_to_signal())));
+    }
     row->push_back(NumberText(metrics.max_absolute_error()));
     if (options.with_distribution) {
       row->push_back(NumberText(metrics.kl_divergence()));
@@ -328,7 +529,7 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
   absl::Status status;
   for (const files::FileTensor* const one : *taken) {
     const files::FileTensor& tensor = *one;
-    status = MakeJob(options, *candidates, tensor).status();
+    status = MakeJob(options, *candidates, *inputs, tensor).status();
     if (status.ok() && compares) status = CheckReference(*reference, tensor);
     if (!status.ok()) {
       fail(tensor, status);
@@ -336,10 +537,18 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
     }
     selected.push_back(&tensor);
   }
+  const absl::StatusOr<std::vector<TieGroup>> ties =
+      FindFileTies(options.ties,
+                   std::any_of(candidates->begin(), candidates->end(),
+                               [](const Candidate& candidate) {
+                                 return HasOuterScales(candidate.spec.spec);
+                               }),
+                   selected);
+  if (!ties.ok()) return session->FailUsage(ties.status());
   std::vector<absl::StatusOr<EvaluateResult>> results(selected.size());
-  status = EvaluateAll(options, *candidates, selected,
+  status = EvaluateAll(options, *candidates, *inputs, selected, *ties,
                        compares ? &*reference : nullptr, *connections,
-                       !session->quiet, &results);
+                       /*wants_all=*/session->json, !session->quiet, &results);
   if (!status.ok()) {
     // Not a tensor's but everybody's error.
     session->exit_code = kSuccess;
@@ -356,9 +565,11 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
     std::vector<std::string> row = {tensor.name, ShapeText(tensor.shape),
                                     std::string(DtypeName(tensor.dtype))};
     for (const v1::CandidateMetrics& candidate : result->candidates()) {
-      metrics.push_back(MetricsJson(candidate.label(), candidate.overall()));
-      metrics.back()["mantissa_bits"] = candidate.mantissa_bits();
-      add_cells(candidate.overall(), &row);
+      metrics.push_back(CandidateJson(candidate));
+      add_cells(
+          candidate.overall(),
+          candidate.has_output_noise() ? &candidate.output_noise() : nullptr,
+          &row);
     }
     Json json = {{"name", tensor.name},
                  {"shape", tensor.shape},
@@ -366,7 +577,7 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
     if (compares) {
       note_not_finite(tensor, result->comparison());
       json["comparison"] = MetricsJson("", result->comparison());
-      add_cells(result->comparison(), &row);
+      add_cells(result->comparison(), nullptr, &row);
     } else {
       if (result->candidates_size() > 0) {
         note_not_finite(tensor, result->candidates(0).overall());
@@ -394,11 +605,7 @@ void AddEvaluateCommand(Command* quantctl, Session* session) {
       "Measure the error of candidate encodings on a file's tensors, or of "
       "the file against another one");
   const auto options = std::make_shared<EvaluateOptions>();
-  command
-      ->AddArgument("file", &options->input, "FILE",
-                    "safetensors, .npy, .gguf or .onnx file, or a folder with "
-                    "model.safetensors.index.json or model.safetensors")
-      ->Required();
+  AddInputArgument(command, &options->input);
   command
       ->AddOption("--spec,--candidate", &options->candidates, "SPEC",
                   "What to measure, such as int4:group:32:mse, or stored for "
@@ -408,19 +615,39 @@ void AddEvaluateCommand(Command* quantctl, Session* session) {
   command->AddFlag("--distribution", &options->with_distribution,
                    "Kullback-Leibler divergence and, with --json, a histogram "
                    "of errors as well");
-  command->AddOption("--reference", &options->reference, "FILE",
-                     "Compare the tensors with those of this file instead, "
-                     "which are taken to be exact");
+  Option* const reference =
+      command->AddOption("--reference", &options->reference, "FILE",
+                         "Compare the tensors with those of this file instead, "
+                         "which are taken to be exact");
+  Option* const inputs = options->inputs.AddOptions(
+      command,
+      "Also tell the error at the output of the layer, for the inputs whose "
+      "Gram matrices are stored there: those of MODULE.weight under "
+      "MODULE.input, or under that of a layer that runtimes fuse with it");
+  inputs->Excludes(reference);
   command->AddExample(
       "quantctl evaluate model.safetensors \\\n"
       "  --spec int8:per-channel --spec nf4");
   command->AddExample(
       "quantctl evaluate restored.safetensors --reference model.safetensors");
+  command->AddExample(
+      "quantctl evaluate model.safetensors --spec int4:group:128 \\\n"
+      "  --spec int4:group:128:mse --inputs acme/net",
+      "what the layers lose, too; quantctl calibrate --gram stores their "
+      "inputs");
   options->name.AddOptions(command, /*required=*/false);
   options->spec.AddOptions(command);
   options->filter.AddOptions(command);
+  options->ties.AddOptions(command, "Tensors that share one outer scale");
   options->streams.AddOption(command);
-  command->OnRun([options, session] { RunEvaluate(*options, session); });
+  command->OnRun([options, session] {
+    if (options->inputs.text.empty() && !options->inputs.map.empty()) {
+      return session->FailUsage(
+          ArgumentInvalidError("expected --inputs with --inputs-map"));
+    }
+    options->inputs.Resolve();
+    RunEvaluate(*options, session);
+  });
 }
 
 }  // namespace quantd::cli

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
+#include "client/cli/imatrix_export.h"
 #include "client/cli/interchange.h"
 #include "client/cli/onnx_export.h"
 #include "client/cli/output.h"
@@ -20,6 +21,7 @@
 #include "client/cli/table.h"
 #include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
+#include "client/cpp/errors.h"
 #include "client/files/atomic_file.h"
 #include "nlohmann/json.hpp"
 
@@ -32,11 +34,19 @@ struct ExportOptions {
   OutputOptions output;
   std::vector<std::string> include;
   std::vector<std::string> parameters;
+  // Of imatrix.
+  std::string inputs_map;
   std::string onnx;
   std::vector<std::string> map;
   bool float_biases = false;
   bool names = false;
 };
+
+std::vector<std::string> ExportFormatNames() {
+  std::vector<std::string> names = InterchangeFormatNames();
+  names.push_back(kImatrix);
+  return names;
+}
 
 absl::Status WriteOutput(const OutputOptions& output, int spool,
                          uint64_t size_bytes) {
@@ -118,6 +128,14 @@ void ExportEncodings(const ExportOptions& options, Session* session) {
 }
 
 void RunExport(const ExportOptions& options, Session* session) {
+  if (!options.inputs_map.empty() && options.format != kImatrix) {
+    return session->FailUsage(ArgumentInvalidError(
+        absl::StrCat("expected --inputs-map with --format ", kImatrix)));
+  }
+  if (options.format == kImatrix) {
+    return ExportImatrix(options.name, options.include, options.inputs_map,
+                         options.output, session);
+  }
   if (options.onnx.empty()) return ExportEncodings(options, session);
   OnnxExport job;
   job.name = options.name;
@@ -143,8 +161,9 @@ void AddExportCommand(Command* quantctl, Session* session) {
       command
           ->AddOption("--format", &options->format, "",
                       "Format of the file; json is our own and holds "
-                      "everything")
-          ->OneOf(InterchangeFormatNames())
+                      "everything; imatrix is llama.cpp's importance matrix, "
+                      "of the moments that are stored of inputs")
+          ->OneOf(ExportFormatNames())
           ->ShowDefault();
   Option* const onnx =
       command
@@ -163,6 +182,11 @@ void AddExportCommand(Command* quantctl, Session* session) {
                   "Tensors that are parameters, for AIMET 0.6.1 and 1.0.0; "
                   "default *weight, *bias, and all of more than one scale")
       ->Excludes(onnx);
+  command->AddOption("--inputs-map", &options->inputs_map, "FILE",
+                     "With --format imatrix, a JSON object that says of "
+                     "weights under which name their inputs are. By default "
+                     "those of MODULE.weight are MODULE.input, which q/k/v and "
+                     "gate/up share if only one of them has some");
   command
       ->AddOption("--map", &options->map, "TORCH=ONNX",
                   "With --onnx, where a tensor is in the model if it cannot be "
@@ -186,6 +210,9 @@ void AddExportCommand(Command* quantctl, Session* session) {
       "quantctl export --model acme/net --format aimet-1.0.0 -o net.encodings");
   command->AddExample(
       "quantctl export --model acme/net --onnx model.onnx -o model.qdq.onnx");
+  command->AddExample(
+      "quantctl export --model acme/net --format imatrix -o imatrix.gguf",
+      "for llama-quantize --imatrix, from quantctl calibrate --moments");
   command->OnRun([options, session] { RunExport(*options, session); });
 }
 

@@ -31,7 +31,7 @@ constexpr char kSpecs[] =
   --spec @FILE          the file has one of these on each line
 
   quantize -o OUT.gguf also takes q4_K, q5_K and q6_K. It makes these blocks
-  itself: they need no server.
+  itself: they need no server. sweep FILE and evaluate measure them too.
 
 Formats:
 )";

@@ -22,6 +22,16 @@ class InterruptNote {
   // One line; until then nothing is printed.
   void Set(const std::string& text);
 
+  // From now on the first signal does not end the process: the command looks at
+  // stopped(), and has ten seconds to tidy up and call End. A second one ends
+  // it.
+  void Defer();
+  // Whether that signal came. Thread-safe.
+  static bool stopped();
+  // Ends the process by the signal that came.
+  // Requires: stopped().
+  static void End();
+
  private:
   // All of them: a signal may be at any.
   std::vector<std::unique_ptr<const std::string>> texts_;

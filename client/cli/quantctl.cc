@@ -91,6 +91,7 @@ int RunQuantctl(int argc, const char* const* argv) {
   AddRevisionsCommand(quantctl, &session);
   AddHealthCommand(quantctl, &session);
   AddReportCommand(quantctl, &session);
+  AddSelftestCommand(quantctl, &session);
   AddBenchCommand(quantctl, &session);
   AddCompletionCommand(quantctl);
   AddHelpCommand(&command_line, &session);

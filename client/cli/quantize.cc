@@ -17,6 +17,7 @@
 #include "client/cli/quantize_activations.h"
 #include "client/cli/quantize_folder.h"
 #include "client/cli/quantize_gguf.h"
+#include "client/cli/quantize_importance.h"
 #include "client/cli/quantize_options.h"
 #include "client/cli/quantize_output.h"
 #include "client/cli/quantize_parts.h"
@@ -46,11 +47,7 @@ std::vector<std::string> SchemeNames() {
 // What the input is, and what the files of the output are.
 // Returns --layout.
 const Option* AddFileOptions(Command* command, QuantizeOptions* options) {
-  command
-      ->AddArgument("file", &options->input, "FILE",
-                    "safetensors, .npy, .gguf or .onnx file, or a folder with "
-                    "model.safetensors.index.json or model.safetensors")
-      ->Required();
+  AddInputArgument(command, &options->input);
   options->output
       .AddOptions(command,
                   "safetensors or .gguf file, or - for standard output; a "
@@ -127,6 +124,7 @@ const Option* AddTensorOptions(Command* command, QuantizeOptions* options) {
                   "default the format's code of NaN, or else that of 0")
       ->OneOf({"zero-point", "qmin", "reject"});
   AddRoundingOptions(command, &options->rounding);
+  AddImportanceOption(command, options);
   options->ties.AddOptions(command, "Tensors that share one outer scale");
   command->AddFlag("--evaluate", &options->evaluate,
                    "Measure the error of every quantized tensor");
@@ -161,6 +159,10 @@ void AddExamplesAndNotes(Command* command) {
       "quantctl quantize model.safetensors -o model.int4.safetensors \\\n"
       "  --spec int4:group:128 --rounding compensated --inputs acme/net",
       "for the outputs of layers; the hook of torch stores their inputs");
+  command->AddExample(
+      "quantctl quantize model-f16.gguf -o model-q4_0.gguf \\\n"
+      "  --spec int4:group:32:scale=float16:mse --importance imatrix.gguf",
+      "as llama.cpp's imatrix says which inputs matter");
   command->AddNote(
       "Of an ONNX model the initializers are quantized, to a safetensors file. "
       "To get an ONNX model with codes, calibrate it and use quantctl export "
@@ -207,6 +209,8 @@ class Quantizer {
           // A reader that closes the pipe is an error then, after which the
           // draft can be deleted.
           std::signal(SIGPIPE, SIG_IGN);
+          // So is a user who stops it.
+          interrupt_note_.Defer();
         }
         const absl::StatusOr<std::string> key =
             DraftKeyOf(options_, plan_, connections->first());
@@ -217,9 +221,14 @@ class Quantizer {
         if (!status.ok()) return ReportRefused(status, options_, &session_);
       }
       status = Write();
+      // What is written whole by now may not be what somebody keeps.
+      if (status.ok() && InterruptNote::stopped()) {
+        status = absl::CancelledError("stopped");
+      }
       if (status.ok()) status = Publish();
     }
     DropDraft();
+    if (InterruptNote::stopped()) return InterruptNote::End();
     if (status.ok()) {
       ReportRun(options_, plan_, server_.get(), &session_);
     } else {
@@ -320,11 +329,16 @@ class Quantizer {
   // No later run goes on with what went to standard output. If it is not whole,
   // nobody needs its draft. The report tells of one that cannot be deleted.
   void DropDraft() const {
-    if (plan_.is_complete || !options_.output.IsStandardOutput() ||
-        server_ == nullptr || server_->draft() == nullptr ||
-        server_->stored_count() == 0) {
+    if (!options_.output.IsStandardOutput() || server_ == nullptr ||
+        server_->draft() == nullptr) {
       return;
     }
+    // What was under way when the run was stopped may be stored too.
+    const bool is_dropped =
+        InterruptNote::stopped()
+            ? !plan_.is_published
+            : !plan_.is_complete && server_->stored_count() > 0;
+    if (!is_dropped) return;
     server_->DeleteDraft().IgnoreError();
   }
 

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
@@ -23,6 +24,7 @@
 #include "client/cpp/errors.h"
 #include "client/files/safetensors.h"
 #include "client/models/tensor_input.h"
+#include "client/models/tie_groups.h"
 #include "quantd/v1/encoding.pb.h"
 
 namespace quantd::cli {
@@ -175,6 +177,36 @@ absl::Status FindCache(StoredRanges* stored, QuantizePlan* plan) {
   return absl::OkStatus();
 }
 
+// Finds the tensors that vLLM fuses, by the usual names, of which some have
+// another scheme than the others, or none. `schemes`  of those that are
+// quantized.
+absl::Status FindUnlike(
+    const absl::flat_hash_map<const files::FileTensor*, std::string>& schemes,
+    QuantizePlan* plan) {
+  std::vector<const files::FileTensor*> tensors;
+  for (const std::unique_ptr<Shard>& shard : plan->shards) {
+    for (const files::FileTensor& tensor : shard->input.tensors()) {
+      tensors.push_back(&tensor);
+    }
+  }
+  const absl::StatusOr<std::vector<TieGroup>> groups =
+      FindTiedTensors(TieOptions(), tensors);
+  if (!groups.ok()) return groups.status();
+  for (const TieGroup& group : *groups) {
+    const auto first = schemes.find(group.tensors[0]);
+    const bool is_one =
+        std::all_of(group.tensors.begin(), group.tensors.end(),
+                    [&](const files::FileTensor* const tensor) {
+                      const auto other = schemes.find(tensor);
+                      return first == schemes.end() || other == schemes.end()
+                                 ? first == other
+                                 : first->second == other->second;
+                    });
+    if (!is_one) plan->unlike.push_back(group.label);
+  }
+  return absl::OkStatus();
+}
+
 absl::Status OnlyCompressedError(const char* option) {
   return ArgumentInvalidError(absl::StrCat(
       "expected ", option, " with --layout compressed-tensors or --scheme"));
@@ -224,6 +256,7 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
   }
   std::optional<StoredRanges> stored;
   if (client != nullptr) stored.emplace(options.name, client);
+  absl::flat_hash_map<const files::FileTensor*, std::string> schemes;
   for (const std::unique_ptr<Shard>& shard : plan->shards) {
     for (const files::FileTensor* const tensor : shard->selected) {
       ModuleInputs& inputs = plan->inputs[tensor->name];
@@ -242,13 +275,19 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
            !HasExpertKernels(planned->module, inputs.arguments))) {
         ++plan->no_kernels_count;
       }
-      if (!TakesStored(inputs.arguments)) continue;
-      const std::string input = absl::StrCat(ModuleOf(tensor->name), ".input");
-      const absl::Status status =
-          stored->Add(input, input, &inputs.arguments, &inputs.parts);
-      if (!status.ok()) return status;
+      if (TakesStored(inputs.arguments)) {
+        const std::string input =
+            absl::StrCat(ModuleOf(tensor->name), ".input");
+        const absl::Status status =
+            stored->Add(input, input, &inputs.arguments, &inputs.parts);
+        if (!status.ok()) return status;
+      }
+      schemes[tensor] =
+          absl::StrCat(planned->module.dump(), inputs.arguments.dump());
     }
   }
+  const absl::Status compared = FindUnlike(schemes, plan);
+  if (!compared.ok()) return compared;
   if (!plan->kv_cache.is_null()) {
     const absl::Status status = FindCache(&*stored, plan);
     if (!status.ok()) return status;

@@ -18,7 +18,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
-#include "client/cli/gguf_blocks.h"
 #include "client/cli/gguf_output.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
@@ -28,6 +27,7 @@
 #include "client/files/gguf_types.h"
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
+#include "client/models/gguf_blocks.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tensor_input.h"
 #include "quantd/v1/quantization_service.pb.h"
@@ -269,6 +269,12 @@ absl::Status CheckGgufOptions(const QuantizeOptions& options,
         "expected --rounding nearest with ", type,
         ": quantctl makes its blocks itself; specs of the server, such as "
         "int4:group:32:scale=float16, can be compensated"));
+  }
+  if (!type.empty() && !options.importance.empty()) {
+    return ArgumentInvalidError(absl::StrCat(
+        "expected no --importance with ", type,
+        ": quantctl makes its blocks itself, without; specs of the server, "
+        "such as int4:group:32:scale=float16:mse, take it"));
   }
   if (!options.IsGguf()) {
     return options.metadata.empty()

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "client/cli/output.h"
+#include "client/cli/stored_inputs.h"
 #include "client/cli/streams.h"
 #include "client/cli/tensor_options.h"
 #include "client/cli/tie_options.h"
@@ -25,14 +26,10 @@ struct PartOptions {
 // --rounding and what goes with it.
 struct RoundingOptions {
   std::string method = "nearest";
-  std::string inputs;
-  // The file of --inputs-map.
-  std::string map;
+  // Resolved after CheckRounding.
+  InputsOptions inputs;
   std::optional<double> damping;
   std::string column_order;
-  // Of the inputs, after CheckRounding.
-  std::string model;
-  std::string revision;
 
   bool IsCompensated() const { return method == "compensated"; }
 };
@@ -58,6 +55,8 @@ struct QuantizeOptions {
   std::string nan_policy;
   TieFlags ties;
   RoundingOptions rounding;
+  // The file of --importance.
+  std::string importance;
   bool evaluate = false;
   bool requantize = false;
   bool restart = false;

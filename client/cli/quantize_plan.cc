@@ -23,6 +23,7 @@
 #include "client/cli/gguf_output.h"
 #include "client/cli/plain_input.h"
 #include "client/cli/quantize_activations.h"
+#include "client/cli/quantize_importance.h"
 #include "client/cli/quantize_resume.h"
 #include "client/cli/quantize_rounding.h"
 #include "client/cli/selection.h"
@@ -34,6 +35,7 @@
 #include "client/files/gguf_builder.h"
 #include "client/files/gguf_types.h"
 #include "client/files/shard_index.h"
+#include "client/models/gguf_blocks.h"
 #include "client/models/quantized_layout.h"
 #include "client/models/tensor_input.h"
 #include "client/models/tie_groups.h"
@@ -221,7 +223,8 @@ absl::Status CheckOutput(const QuantizeOptions& options, QuantizePlan* plan,
   const std::vector<std::string>& paths = plan->shards[0]->input.paths();
   inputs.insert(inputs.end(), paths.begin(), paths.end());
   plan->shards[0]->if_exists = options.output.if_exists();
-  inputs.push_back(options.metadata);
+  inputs.insert(inputs.end(), {options.metadata, options.importance,
+                               options.rounding.inputs.map});
   return options.output.CheckFile(
       inputs, options.IsGguf() ? ".gguf" : ".safetensors", session);
 }
@@ -335,13 +338,12 @@ absl::Status FindBlocks(const QuantizeOptions& options,
   *type = nullptr;
   *is_copied = false;
   if (spec.gguf_type.empty()) return absl::OkStatus();
-  const files::GgufType& found = *files::FindGgufType(spec.gguf_type);
-  const int64_t row = tensor.shape.empty() ? 1 : tensor.shape.back();
-  if (row % found.block_elements == 0) {
-    *type = &found;
+  *type = BlockTypeFor(spec, tensor.shape);
+  if (*type != nullptr) {
     return files::CheckGgufEntry(options.output.path,
-                                 {tensor.name, &found, tensor.shape});
+                                 {tensor.name, *type, tensor.shape});
   }
+  const int64_t row = tensor.shape.empty() ? 1 : tensor.shape.back();
   const absl::StatusOr<EncodingSpec> fallback = spec.SpecOf(tensor.shape);
   const files::GgufType* const other =
       fallback.ok() ? GgufTypeOf(*fallback, tensor.shape) : nullptr;
@@ -351,7 +353,7 @@ absl::Status FindBlocks(const QuantizeOptions& options,
   auto& notes = is_left_out ? plan->left_out_notes : plan->block_notes;
   notes.push_back(absl::StrCat(
       "quantctl: tensor ", tensor.name, ": rows of ", row,
-      " elements have no whole blocks of ", found.name, ": ",
+      " elements have no whole blocks of ", spec.gguf_type, ": ",
       *is_copied ? "copied" : absl::StrCat(other->name, " in its place")));
   return absl::OkStatus();
 }
@@ -557,7 +559,13 @@ bool QuantizePlan::AnyFailed(const Shard& shard) const {
 }
 
 EncodingSpec QuantizePlan::SpecOf(const files::FileTensor& tensor) const {
-  return *specs.For(tensor.name)->SpecOf(tensor.shape);
+  EncodingSpec spec = *specs.For(tensor.name)->SpecOf(tensor.shape);
+  if (const auto found = importance.find(tensor.name);
+      found != importance.end()) {
+    spec.mutable_importance()->mutable_weight()->Assign(found->second.begin(),
+                                                        found->second.end());
+  }
+  return spec;
 }
 
 absl::StatusOr<std::optional<Part>> ParsePartOptions(
@@ -594,14 +602,12 @@ absl::StatusOr<QuantizePlan> MakePlan(const QuantizeOptions& options,
   if (status.ok()) status = FindAllTies(options, &plan);
   if (status.ok()) status = FindActivations(options, client, &plan);
   if (status.ok()) status = CheckAddedNames(plan);
-  if (status.ok()) {
-    status = FindRoundings(
-        options, client,
-        [&](const std::string& tensor) {
-          return IsNamed(options, plan.specs, tensor);
-        },
-        &plan);
-  }
+  const auto is_named = [&](const std::string& tensor) {
+    return IsNamed(options, plan.specs, tensor);
+  };
+  if (status.ok()) status = FindRoundings(options, client, is_named, &plan);
+  // Behind the ties: tensors that share a scale may weigh errors differently.
+  if (status.ok()) status = FindImportance(options, is_named, &plan);
   if (!status.ok()) return status;
   for (const std::unique_ptr<Shard>& shard : plan.shards) {
     SetKeys(options, session->server, plan, shard.get());

@@ -74,6 +74,11 @@ struct QuantizePlan {
   // asked for by themselves.
   std::vector<std::string> nearest;
   std::vector<std::string> named_nearest;
+  // How much errors in each column count, by tensor; likewise tensors that a
+  // file of it does not have.
+  std::map<std::string, std::vector<double>> importance;
+  std::vector<std::string> unweighted;
+  std::vector<std::string> named_unweighted;
   // Tensors of the input that became one for each expert.
   std::vector<FusedExperts> experts;
   // Of compressed-tensors: those of the modules, by their tensors, ...
@@ -82,8 +87,10 @@ struct QuantizePlan {
   Json kv_cache;
   // ... modules that are left as they are unless somebody asks for them, ...
   std::vector<std::string> ignored;
-  // ... and how many have weights and inputs that no runtime has kernels for.
+  // ... how many have weights and inputs that no runtime has kernels for, ...
   uint64_t no_kernels_count = 0;
+  // ... and labels of tensors that vLLM fuses, and that have not one scheme.
+  std::vector<std::string> unlike;
   // With `part`, the tensors of this part.
   absl::flat_hash_set<const files::FileTensor*> scope;
   // Has all tensors from the beginning; different ones may change at once.

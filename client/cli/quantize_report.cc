@@ -27,18 +27,6 @@
 namespace quantd::cli {
 namespace {
 
-constexpr size_t kMostReportNames = 10;
-
-std::string NamesText(std::vector<std::string> names) {
-  const size_t count = names.size();
-  if (count > kMostReportNames) names.resize(kMostReportNames);
-  return absl::StrCat(
-      absl::StrJoin(names, ", "),
-      count > kMostReportNames
-          ? absl::StrCat(" and ", CountText(count - kMostReportNames), " more")
-          : "");
-}
-
 // What is counted of all tensors.
 struct Totals {
   size_t tensor_count = 0;
@@ -110,7 +98,7 @@ std::string ResultText(const Shard& shard, const Outcome& outcome) {
 }
 
 Json OutcomeJson(const Shard& shard, const files::FileTensor& tensor,
-                 const Outcome& outcome) {
+                 const Outcome& outcome, bool has_importance) {
   const char* const result = shard.is_kept          ? "kept"
                              : !outcome.status.ok() ? "failed"
                              : !shard.is_written    ? "not written"
@@ -125,6 +113,7 @@ Json OutcomeJson(const Shard& shard, const files::FileTensor& tensor,
   if (outcome.is_quantized) {
     json["format"] = outcome.format;
     json["rounding"] = outcome.is_compensated ? "compensated" : "nearest";
+    json["importance"] = has_importance;
     json["mantissa_bits"] = outcome.mantissa_bits;
     json["clipped_low_count"] = outcome.clipped_low_count;
     json["clipped_high_count"] = outcome.clipped_high_count;
@@ -196,6 +185,7 @@ class RunReport {
     PrintNotFinite();
     PrintLeftOut();
     PrintNearest();
+    PrintUnweighted();
     if (plan_.is_complete) {
       PrintModel();
       PrintTies();
@@ -215,8 +205,9 @@ class RunReport {
     for (const std::unique_ptr<Shard>& shard : plan_.shards) {
       for (const files::FileTensor& tensor : shard->input.tensors()) {
         if (!plan_.IsInScope(tensor)) continue;
-        list.push_back(
-            OutcomeJson(*shard, tensor, plan_.outcomes.at(tensor.name)));
+        list.push_back(OutcomeJson(*shard, tensor,
+                                   plan_.outcomes.at(tensor.name),
+                                   plan_.importance.count(tensor.name) > 0));
       }
     }
     session_.PrintJson({{"input", options_.input},
@@ -393,6 +384,22 @@ class RunReport {
     }
   }
 
+  // Tensors that the file of --importance does not have.
+  void PrintUnweighted() const {
+    if (!plan_.unweighted.empty()) {
+      session_.PrintError(absl::StrCat(
+          "quantctl: quantized without importance, as ", options_.importance,
+          " does not have them: ", NamesText(plan_.unweighted)));
+    }
+    if (!plan_.named_unweighted.empty()) {
+      session_.Note(kServerError);
+      session_.PrintError(absl::StrCat(
+          "quantctl: asked for, but quantized without importance, as ",
+          options_.importance, " does not have them: ",
+          NamesText(plan_.named_unweighted), "; see --exclude"));
+    }
+  }
+
   // What of a compressed-tensors model its user may not expect.
   void PrintModel() const {
     if (!plan_.ignored.empty() && !options_.has_ignore && !session_.quiet) {
@@ -418,6 +425,17 @@ class RunReport {
           "of ",
           CountText(plan_.no_kernels_count),
           " modules; see --scheme for what it has"));
+    }
+    if (!plan_.unlike.empty()) {
+      const size_t count = plan_.unlike.size();
+      session_.PrintError(absl::StrCat(
+          "quantctl: warning: vLLM fuses ", plan_.unlike[0],
+          count > 1
+              ? absl::StrCat(" and ", CountText(count - 1), " more groups")
+              : "",
+          ", and takes one scheme for all tensors of a group: these have "
+          "different ones, or are not all quantized; sweep --tie-specs chooses "
+          "one for all"));
     }
   }
 

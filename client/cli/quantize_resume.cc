@@ -71,13 +71,14 @@ std::string CommandText(const QuantizeOptions& options, const SpecSet& specs) {
   }
   const RoundingOptions& rounding = options.rounding;
   if (rounding.IsCompensated()) {
-    absl::StrAppend(&text, "\nrounding=", rounding.method, " ", rounding.model,
-                    "@", rounding.revision, " ",
+    absl::StrAppend(&text, "\nrounding=", rounding.method, " ",
+                    rounding.inputs.model, "@", rounding.inputs.revision, " ",
                     rounding.damping.has_value()
                         ? absl::StrFormat("%.17g", *rounding.damping)
                         : "",
                     " ", rounding.column_order);
   }
+  if (!options.importance.empty()) absl::StrAppend(&text, "\nimportance");
   if (options.ties.no_defaults) absl::StrAppend(&text, "\nno-ties");
   for (const std::string& tie : options.ties.patterns) {
     absl::StrAppend(&text, "\ntie=", tie);
@@ -142,7 +143,8 @@ absl::Status ExistsError(const Shard& shard, bool is_quantctls) {
       status.message(),
       ", made from another input or with other options (--spec, --include, "
       "--exclude, --min-rank, --all, --layout, --activations, --kv-cache, "
-      "--ignore, --nan-policy, --tie, --rounding); give those of that run to "
+      "--ignore, --nan-policy, --tie, --rounding, --importance); give those of "
+      "that run to "
       "go on with "
       "it, or another folder with -o"));
 }

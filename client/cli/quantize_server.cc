@@ -12,6 +12,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "client/cli/interrupt.h"
 #include "client/cli/session.h"
 #include "client/cpp/errors.h"
 #include "client/models/tensor_input.h"
@@ -81,7 +82,7 @@ absl::Status QuantizeServer::Quantize(const TensorSink& sink,
     absl::MutexLock lock(&mutex_);
     stored_count_ += result.ok() && options_.store ? 1 : 0;
     progress->Add(task.tensor->data.size(), task.tensor->name);
-    return status;
+    return InterruptNote::stopped() ? absl::CancelledError("stopped") : status;
   };
   return engine_.Run(work);
 }
@@ -141,6 +142,9 @@ void QuantizeServer::Evaluate(EvaluateStream* stream, TensorTask* task) const {
   job.candidates.push_back({task->spec, "", task->outer_maximum, {}});
   // It would be much to send.
   job.omit_encodings = true;
+  // What reports have.
+  job.metrics = {v1::ERROR_METRIC_MEAN_SQUARED_ERROR,
+                 v1::ERROR_METRIC_MAX_ABSOLUTE_ERROR, v1::ERROR_METRIC_SQNR_DB};
   stream->Send(job);
   const absl::StatusOr<EvaluateResult> evaluation = stream->Receive();
   if (!evaluation.ok()) {

@@ -33,6 +33,7 @@
 #include "client/cli/sweep_options.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_options.h"
+#include "client/cli/tie_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
@@ -169,15 +170,10 @@ class Reporter {
   absl::Status MakeRequest() {
     sweep_.set_model(options_.name.model);
     sweep_.set_revision(options_.name.revision);
-    for (const std::string& text : specs_) {
-      absl::StatusOr<SpecTemplate> spec = ParseSpec(text);
-      if (!spec.ok()) return spec.status();
-      const absl::Status status = options_.spec.AddCodebook(&*spec);
-      if (!status.ok()) return status;
-      const absl::StatusOr<EncodingSpec> any = spec->SpecOfAny();
-      if (!any.ok()) return any.status();
-      *sweep_.add_specs() = *any;
-    }
+    const absl::StatusOr<std::vector<EncodingSpec>> specs =
+        ParseSpecsOfStatistics(specs_, options_.spec);
+    if (!specs.ok()) return specs.status();
+    for (const EncodingSpec& spec : *specs) *sweep_.add_specs() = spec;
     for (const std::string& pattern : options_.patterns) {
       sweep_.add_patterns(pattern);
     }
@@ -222,8 +218,13 @@ class Reporter {
   // Measures all tensors in one pass, and chooses.
   absl::Status CollectFrom(const std::vector<const files::FileTensor*>& taken,
                            const std::vector<SpecTemplate>& specs) {
-    const absl::StatusOr<ModelSweep> sweep = SweepWithProgress(
-        taken, specs, {*budget_}, client_.get(), !session_.quiet);
+    // As the commands that the page shows do by default.
+    absl::StatusOr<std::vector<TieGroup>> groups =
+        FindFileTies(TieFlags(), /*matters=*/true, taken);
+    if (!groups.ok()) return groups.status();
+    const absl::StatusOr<ModelSweep> sweep =
+        SweepWithProgress(taken, specs, {*budget_}, {*std::move(groups), false},
+                          client_.get(), !session_.quiet);
     if (!sweep.ok()) return sweep.status();
     for (const MeasuredTensor& tensor : sweep->tensors) AddMeasured(tensor);
     TakeMixture(sweep->mixtures[0]);

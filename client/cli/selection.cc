@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
@@ -194,6 +195,16 @@ absl::Status CheckStoredPatterns(const char* option,
   return rule == PatternRule::kFirstTakes
              ? CheckEachTakes(option, patterns, names)
              : absl::OkStatus();
+}
+
+std::string NamesText(std::vector<std::string> names) {
+  const size_t count = names.size();
+  if (count > kMostLines) names.resize(kMostLines);
+  return absl::StrCat(
+      absl::StrJoin(names, ", "),
+      count > kMostLines
+          ? absl::StrCat(" and ", CountText(count - kMostLines), " more")
+          : "");
 }
 
 void PrintNotes(const std::vector<std::string>& notes, Session* session) {

@@ -48,6 +48,9 @@ struct TensorError {
   absl::Status status;
 };
 
+// The first names, and how many more there are.
+std::string NamesText(std::vector<std::string> names);
+
 // Prints the first notes, and how many more there are.
 void PrintNotes(const std::vector<std::string>& notes, Session* session);
 

@@ -16,7 +16,6 @@
 #include "client/cli/printable.h"
 #include "client/cli/progress.h"
 #include "client/cpp/client.h"
-#include "client/cpp/credentials.h"
 #include "client/cpp/errors.h"
 #include "nlohmann/json.hpp"
 
@@ -140,10 +139,7 @@ absl::StatusOr<std::unique_ptr<Client>> Session::Connect(
   options.token_file = token_file;
   if (tls || !tls_paths.ca.empty() || !tls_paths.certificate.empty() ||
       !tls_paths.key.empty()) {
-    absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> credentials =
-        TlsCredentials(tls_paths);
-    if (!credentials.ok()) return credentials.status();
-    options.credentials = *std::move(credentials);
+    options.tls = tls_paths;
   }
   return Client::Connect(std::move(options));
 }

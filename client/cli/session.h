@@ -15,7 +15,6 @@
 #include "absl/time/time.h"
 #include "client/cpp/client.h"
 #include "client/cpp/client_options.h"
-#include "client/cpp/credentials.h"
 #include "google/protobuf/message.h"
 #include "nlohmann/json_fwd.hpp"
 #include "quantd/v1/tensor.pb.h"

@@ -34,7 +34,6 @@ namespace {
 struct SweepOptions : ErrorSourceOptions {
   // With an input those of statistics are not used.
   FileSweepOptions file;
-  TieFlags ties;
   // Of the statistics, where one was asked for.
   std::optional<Budget> budget;
 };
@@ -43,15 +42,10 @@ absl::StatusOr<v1::SweepRequest> MakeRequest(const SweepOptions& options) {
   v1::SweepRequest request;
   request.set_model(options.name.model);
   request.set_revision(options.name.revision);
-  for (const std::string& text : options.file.spec.specs) {
-    absl::StatusOr<SpecTemplate> spec = ParseSpec(text);
-    if (!spec.ok()) return spec.status();
-    const absl::Status status = options.file.spec.AddCodebook(&*spec);
-    if (!status.ok()) return status;
-    const absl::StatusOr<EncodingSpec> any = spec->SpecOfAny();
-    if (!any.ok()) return any.status();
-    *request.add_specs() = *any;
-  }
+  const absl::StatusOr<std::vector<EncodingSpec>> specs =
+      ParseSpecsOfStatistics(options.file.spec.specs, options.file.spec);
+  if (!specs.ok()) return specs.status();
+  for (const EncodingSpec& spec : *specs) *request.add_specs() = spec;
   for (const std::string& pattern : options.patterns) {
     request.add_patterns(pattern);
   }
@@ -172,7 +166,7 @@ class Sweeper {
         [](const EncodingSpec& spec) { return HasOuterScales(spec); });
     const EncodingSpec* const spec = outer == specs.end() ? &specs[0] : &*outer;
     absl::StatusOr<std::vector<NamedTies>> ties = AddStoredTies(
-        options_.ties, specs, options_.name, client,
+        options_.file.ties, specs, options_.name, client,
         [spec](const std::string&) { return spec; }, request->mutable_ties());
     if (!ties.ok()) return ties.status();
     ties_ = *std::move(ties);
@@ -269,6 +263,7 @@ void AddSweepCommand(Command* quantctl, Session* session) {
   const auto options = std::make_shared<SweepOptions>();
   options->AddOptions(command, &options->file.input);
   SpecOptions& spec = options->file.spec;
+  spec.takes_gguf_types = true;
   command
       ->AddOption(
           "--spec", &spec.specs, "SPEC",
@@ -278,9 +273,13 @@ void AddSweepCommand(Command* quantctl, Session* session) {
       ->Required();
   spec.AddCodebookOption(command);
   options->AddPatternOption(command);
-  options->ties.AddOptions(command,
-                           "With --model: tensors that share one outer "
-                           "scale, or one encoding where the spec has none");
+  options->file.ties.AddOptions(
+      command,
+      "Tensors that share one outer scale, or with --model one encoding where "
+      "the spec has none");
+  command->AddFlag("--tie-specs", &options->file.tie_specs,
+                   "With a file: choose one spec for all tensors of a group "
+                   "of --tie, as vLLM needs");
   options->file.filter.AddOptions(command);
   options->file.budgets.AddOptions(command);
   options->file.output.AddOptions(
@@ -319,11 +318,9 @@ void AddSweepCommand(Command* quantctl, Session* session) {
     };
     const absl::Status status = options->Check(options->file.filter);
     if (!status.ok()) return session->FailUsage(status);
-    if (options->HasFile()) {
-      if (options->ties.IsGiven()) {
-        return fail("expected --tie and --no-ties with --model, not a file");
-      }
-      return SweepFile(options->file, session);
+    if (options->HasFile()) return SweepFile(options->file, session);
+    if (options->file.tie_specs) {
+      return fail("expected --tie-specs with a file, not --model");
     }
     if (budgets.size() > 1) {
       return fail(

@@ -23,12 +23,14 @@
 #include "client/cli/sweep_output.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_options.h"
+#include "client/cli/tie_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/files/dtype.h"
 #include "client/files/safetensors.h"
 #include "client/models/model_sweep.h"
 #include "client/models/tensor_input.h"
+#include "client/models/tie_groups.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -59,10 +61,19 @@ class FileSweeper {
     const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
         SelectTensors({&*input}, options_.filter, nullptr);
     if (!taken.ok()) return session_.FailUsage(taken.status());
+    absl::StatusOr<std::vector<TieGroup>> groups = FindFileTies(
+        options_.ties,
+        options_.tie_specs || std::any_of(specs->begin(), specs->end(),
+                                          [](const SpecTemplate& spec) {
+                                            return HasOuterScales(spec.spec);
+                                          }),
+        *taken);
+    if (!groups.ok()) return session_.FailUsage(groups.status());
+    const SweepTies ties = {*std::move(groups), options_.tie_specs};
     const std::unique_ptr<Client> client = session_.ConnectOrFail();
     if (client == nullptr) return;
 
-    status = Sweep(*taken, *specs, client.get());
+    status = Sweep(*taken, *specs, ties, client.get());
     if (!status.ok()) return session_.Fail(status);
     AddTensors();
     const std::vector<v1::SweepMixture>& mixtures = sweep_.mixtures;
@@ -113,9 +124,10 @@ class FileSweeper {
   }
 
   absl::Status Sweep(const std::vector<const files::FileTensor*>& taken,
-                     const std::vector<SpecTemplate>& specs, Client* client) {
-    absl::StatusOr<ModelSweep> sweep =
-        SweepWithProgress(taken, specs, budgets_, client, !session_.quiet);
+                     const std::vector<SpecTemplate>& specs,
+                     const SweepTies& ties, Client* client) {
+    absl::StatusOr<ModelSweep> sweep = SweepWithProgress(
+        taken, specs, budgets_, ties, client, !session_.quiet);
     if (!sweep.ok()) return sweep.status();
     sweep_ = *std::move(sweep);
     return absl::OkStatus();
@@ -262,16 +274,18 @@ class FileSweeper {
 absl::StatusOr<ModelSweep> SweepWithProgress(
     const std::vector<const files::FileTensor*>& tensors,
     const std::vector<SpecTemplate>& specs, const std::vector<Budget>& budgets,
-    Client* client, bool shows_progress) {
+    const SweepTies& ties, Client* client, bool shows_progress) {
   uint64_t total_bytes = 0;
   for (const files::FileTensor* const tensor : tensors) {
     total_bytes += tensor->data.size();
   }
   Progress progress(total_bytes, shows_progress);
-  return SweepTensors(tensors, specs, budgets, client,
-                      [&progress](const files::FileTensor& tensor) {
-                        progress.Add(tensor.data.size(), tensor.name);
-                      });
+  return SweepTensors(
+      tensors, specs, budgets, client,
+      [&progress](const files::FileTensor& tensor) {
+        progress.Add(tensor.data.size(), tensor.name);
+      },
+      ties);
 }
 
 void SweepFile(const FileSweepOptions& options, Session* session) {

@@ -11,6 +11,7 @@
 #include "client/cli/session.h"
 #include "client/cli/sweep_options.h"
 #include "client/cli/tensor_options.h"
+#include "client/cli/tie_options.h"
 #include "client/cpp/client.h"
 #include "client/files/safetensors.h"
 #include "client/models/model_sweep.h"
@@ -23,6 +24,9 @@ struct FileSweepOptions {
   SpecOptions spec;
   TensorFilter filter;
   BudgetOptions budgets;
+  TieFlags ties;
+  // A mixture has one spec for the tensors of a group.
+  bool tie_specs = false;
   // With several budgets "{}" in the path stands for the figure of each.
   OutputOptions output;
 };
@@ -31,7 +35,7 @@ struct FileSweepOptions {
 absl::StatusOr<ModelSweep> SweepWithProgress(
     const std::vector<const files::FileTensor*>& tensors,
     const std::vector<SpecTemplate>& specs, const std::vector<Budget>& budgets,
-    Client* client, bool shows_progress);
+    const SweepTies& ties, Client* client, bool shows_progress);
 
 void SweepFile(const FileSweepOptions& options, Session* session);
 

@@ -121,11 +121,29 @@ absl::StatusOr<std::vector<SpecTemplate>> ParseSpecs(
     const std::vector<std::string>& texts, const SpecOptions& options) {
   std::vector<SpecTemplate> specs;
   for (const std::string& text : texts) {
-    absl::StatusOr<SpecTemplate> spec = ParseSpec(text);
+    absl::StatusOr<SpecTemplate> spec = ParseSpecOrGgufType(text);
     if (!spec.ok()) return spec.status();
-    const absl::Status status = options.AddCodebook(&*spec);
+    absl::Status status = options.AddCodebook(&*spec);
+    if (!options.takes_gguf_types) status.Update(CheckNoGgufType(*spec));
     if (!status.ok()) return status;
     specs.push_back(*std::move(spec));
+  }
+  return specs;
+}
+
+absl::StatusOr<std::vector<EncodingSpec>> ParseSpecsOfStatistics(
+    const std::vector<std::string>& texts, const SpecOptions& options) {
+  const absl::StatusOr<std::vector<SpecTemplate>> parsed =
+      ParseSpecs(texts, options);
+  if (!parsed.ok()) return parsed.status();
+  std::vector<EncodingSpec> specs;
+  for (const SpecTemplate& spec : *parsed) {
+    // Statistics do not tell what its blocks lose.
+    const absl::Status status = CheckNoGgufType(spec);
+    if (!status.ok()) return status;
+    absl::StatusOr<EncodingSpec> any = spec.SpecOfAny();
+    if (!any.ok()) return any.status();
+    specs.push_back(*std::move(any));
   }
   return specs;
 }

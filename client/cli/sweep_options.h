@@ -58,6 +58,10 @@ struct BudgetOptions {
 // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
 absl::StatusOr<std::vector<SpecTemplate>> ParseSpecs(
     const std::vector<std::string>& texts, const SpecOptions& options);
+// Those that are predicted from statistics: whatever the tensor's shape.
+// Errors: also ARGUMENT_INVALID for specs that need the tensor.
+absl::StatusOr<std::vector<EncodingSpec>> ParseSpecsOfStatistics(
+    const std::vector<std::string>& texts, const SpecOptions& options);
 
 }  // namespace quantd::cli
 

@@ -32,18 +32,14 @@ bool AnyGiven(const std::vector<Option*>& options) {
                      [](const Option* option) { return option->IsGiven(); });
 }
 
-absl::Status CheckNoGgufTypes(const SpecSet& set) {
-  std::string type = set.base.gguf_type;
-  for (const SpecSet::Override& entry : set.overrides) {
-    if (type.empty()) type = entry.spec.gguf_type;
-  }
-  if (type.empty()) return absl::OkStatus();
-  return ArgumentInvalidError(
-      absl::StrCat("expected a spec of the server's formats, got ", type,
-                   ", which `quantctl quantize -o OUT.gguf` alone makes"));
-}
-
 }  // namespace
+
+absl::Status CheckNoGgufType(const SpecTemplate& spec) {
+  if (spec.gguf_type.empty()) return absl::OkStatus();
+  return ArgumentInvalidError(absl::StrCat(
+      "expected a spec of the server's formats, got ", spec.gguf_type,
+      ", which quantize -o OUT.gguf, sweep FILE and evaluate alone take"));
+}
 
 void ReportUnread(const files::UnreadTensor& tensor, Session* session) {
   session->Note(kServerError);
@@ -118,6 +114,14 @@ void NameOptions::AddOptions(Command* command, bool required) {
   if (required) option->Required();
   command->AddOption("--revision", &revision, "NAME", "Revision of the model")
       ->ShowDefault();
+}
+
+void AddInputArgument(Command* command, std::string* input) {
+  command
+      ->AddArgument("file", input, "FILE",
+                    "safetensors, .npy, .gguf or .onnx file, or a folder with "
+                    "model.safetensors.index.json or model.safetensors")
+      ->Required();
 }
 
 void AddTensorArgument(Command* command, std::string* tensor) {
@@ -300,7 +304,10 @@ absl::StatusOr<SpecSet> SpecOptions::ParseSet(bool granularity_is_apart) const {
     if (!status.ok()) return status;
   }
   if (!takes_gguf_types) {
-    const absl::Status status = CheckNoGgufTypes(set);
+    absl::Status status = CheckNoGgufType(set.base);
+    for (const SpecSet::Override& entry : set.overrides) {
+      status.Update(CheckNoGgufType(entry.spec));
+    }
     if (!status.ok()) return status;
   }
   const bool has_granularity =

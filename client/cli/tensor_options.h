@@ -54,8 +54,14 @@ struct NameOptions {
   TensorName NameOf(const std::string& tensor) const;
 };
 
+// Adds the argument that is what TensorInput opens, which is required.
+void AddInputArgument(Command* command, std::string* input);
+
 // Adds the argument that names one tensor, which is required.
 void AddTensorArgument(Command* command, std::string* tensor);
+
+// Errors: ARGUMENT_INVALID for a spec with a gguf_type.
+absl::Status CheckNoGgufType(const SpecTemplate& spec);
 
 // --spec, and what earlier versions had in its place: --format, --granularity,
 // --method and all else that makes a spec. Those are hidden.
@@ -77,7 +83,7 @@ struct SpecOptions {
   std::string mx_rule = "default";
   std::string codebook;
   std::vector<std::string> specs;
-  // Whether the command makes blocks of GGUF; see SpecTemplate::gguf_type.
+  // Whether the command takes blocks of GGUF; see SpecTemplate::gguf_type.
   bool takes_gguf_types = false;
 
   void AddOptions(Command* command);

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "client/cli/table.h"
+#include "client/cpp/errors.h"
 #include "google/protobuf/repeated_ptr_field.h"
 #include "nlohmann/json.hpp"
 
@@ -38,6 +39,18 @@ absl::StatusOr<TieOptions> TieFlags::Parse() const {
     options.patterns.push_back(*std::move(pattern));
   }
   return options;
+}
+
+absl::StatusOr<std::vector<TieGroup>> FindFileTies(
+    const TieFlags& flags, bool matters,
+    const std::vector<const files::FileTensor*>& tensors) {
+  const absl::StatusOr<TieOptions> options = flags.Parse();
+  if (!options.ok()) return options.status();
+  if (!options->patterns.empty() && !matters) {
+    return ArgumentInvalidError(
+        "expected a spec with one outer scale, such as nvfp4, with --tie");
+  }
+  return FindTiedTensors(*options, tensors);
 }
 
 absl::StatusOr<std::vector<NamedTies>> AddStoredTies(

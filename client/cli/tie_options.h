@@ -14,6 +14,7 @@
 #include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/tensor.h"
+#include "client/files/safetensors.h"
 #include "client/models/tie_groups.h"
 #include "google/protobuf/repeated_ptr_field.h"
 #include "quantd/v1/encoding_service.pb.h"
@@ -31,6 +32,13 @@ struct TieFlags {
   // Errors: ARGUMENT_INVALID.
   absl::StatusOr<TieOptions> Parse() const;
 };
+
+// The groups of `flags` among tensors of files. `matters`  whether there is
+// something that they share.
+// Errors: ARGUMENT_INVALID; also for patterns where nothing is shared.
+absl::StatusOr<std::vector<TieGroup>> FindFileTies(
+    const TieFlags& flags, bool matters,
+    const std::vector<const files::FileTensor*>& tensors);
 
 // Adds the groups among the tensors of a revision that have statistics to the
 // ties of a request, and returns them; see FindNamedTies. Asks for the names

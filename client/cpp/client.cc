@@ -30,8 +30,10 @@
 #include "client/cpp/probe.h"
 #include "client/cpp/retry_policy.h"
 #include "client/cpp/retrying_stream.h"
+#include "client/cpp/scale_chunks.h"
 #include "client/cpp/scale_feed.h"
 #include "client/cpp/scales.h"
+#include "client/cpp/shared_buffers.h"
 #include "client/cpp/shared_memory.h"
 #include "client/cpp/target.h"
 #include "client/cpp/tensor.h"
@@ -295,8 +297,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
   options.balance = options.balance || absl::StrContains(options.target, ',');
   std::vector<std::unique_ptr<internal::InterceptorFactory>> interceptors;
   if (!options.token_file.empty()) {
-    if (options.credentials == nullptr &&
-        !internal::IsLocalTarget(options.target)) {
+    if (!options.tls.has_value() && !internal::IsLocalTarget(options.target)) {
       return ArgumentInvalidError(absl::StrCat(
           "expected TLS for a token to leave the machine, got plaintext to \"",
           options.target, "\""));
@@ -306,9 +307,14 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
     if (!sender.ok()) return sender.status();
     interceptors.push_back(*std::move(sender));
   }
-  const std::shared_ptr<grpc::ChannelCredentials> credentials =
-      options.credentials != nullptr ? options.credentials
-                                     : grpc::InsecureChannelCredentials();
+  std::shared_ptr<grpc::ChannelCredentials> credentials =
+      grpc::InsecureChannelCredentials();
+  if (options.tls.has_value()) {
+    absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> tls =
+        internal::TlsCredentials(*options.tls);
+    if (!tls.ok()) return tls.status();
+    credentials = *std::move(tls);
+  }
   KeepGrpcRunning();
   grpc::ChannelArguments arguments;
   // How large an encoding may be is the server's to say; gRPC's default would
@@ -875,11 +881,13 @@ absl::StatusOr<v1::ImportEncodingsResponse> Client::ImportEncodings(
 }
 
 absl::StatusOr<v1::GetStatisticsResponse> Client::GetStatistics(
-    const TensorName& name, bool with_state, bool per_tensor) {
+    const TensorName& name, bool with_state, bool per_tensor,
+    bool with_moments) {
   v1::GetStatisticsRequest request;
   *request.mutable_name() = name;
   request.set_with_state(with_state);
   request.set_per_tensor(per_tensor);
+  request.set_with_moments(with_moments);
   v1::GetStatisticsResponse response;
   const absl::Status status =
       Call(&v1::EncodingService::Stub::GetStatistics, request, &response);
@@ -916,6 +924,14 @@ absl::Status Client::DeleteStatistics(const TensorName& name,
   v1::DeleteStatisticsResponse response;
   return CallDelete(&v1::EncodingService::Stub::DeleteStatistics, request,
                     &response);
+}
+
+absl::StatusOr<v1::GetServerInfoResponse> Client::GetServerInfo() {
+  v1::GetServerInfoResponse response;
+  const absl::Status status = Call(&v1::EncodingService::Stub::GetServerInfo,
+                                   v1::GetServerInfoRequest(), &response);
+  if (!status.ok()) return status;
+  return response;
 }
 
 absl::StatusOr<Client::Health> Client::CheckHealth(absl::string_view service) {

@@ -143,9 +143,10 @@ class Client {
       v1::ImportEncodingsRequest request, absl::string_view data);
 
   // `with_state` asks for the histograms as well, `per_tensor` for one over all
-  // scale indices in their place.
+  // scale indices in their place, `with_moments` for the moments of features.
   absl::StatusOr<v1::GetStatisticsResponse> GetStatistics(
-      const TensorName& name, bool with_state, bool per_tensor = false);
+      const TensorName& name, bool with_state, bool per_tensor = false,
+      bool with_moments = false);
   // In order of tensor. Empty `revision` is "main".
   absl::StatusOr<std::vector<v1::StatisticsEntry>> ListStatistics(
       absl::string_view model, absl::string_view revision);
@@ -153,6 +154,9 @@ class Client {
   // DeleteEncoding.
   absl::Status DeleteStatistics(const TensorName& name,
                                 absl::string_view source);
+
+  // What program and what machine answer. UNIMPLEMENTED by older servers.
+  absl::StatusOr<v1::GetServerInfoResponse> GetServerInfo();
 
   // As grpc.health.v1 has it; kUnknown is also a service that does not exist.
   enum class Health { kUnknown, kServing, kNotServing };

@@ -6,15 +6,11 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
-#include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
-
-namespace grpc {
-class ChannelCredentials;
-}  // namespace grpc
 
 namespace quantd {
 
@@ -28,6 +24,15 @@ struct Retry {
   absl::Duration pause;
   // How long retries go on without an answer.
   absl::Duration left;
+};
+
+// Paths of PEM files. Plain value.
+struct TlsPaths {
+  // Trusted CA certificates; empty for those of the system.
+  std::string ca;
+  // The client's own certificate and its key: both or neither.
+  std::string certificate;
+  std::string key;
 };
 
 // Plain value, not synchronised.
@@ -74,8 +79,9 @@ struct ClientOptions {
   // Lets Client::AllocateShared hand out memory that the server reads and
   // writes in place. Needs a unix socket and a server with --shared-memory.
   bool shared_memory = false;
-  // TLS; see TlsCredentials. Default: plaintext.
-  std::shared_ptr<grpc::ChannelCredentials> credentials;
+  // TLS. The files are read once: connect again when they change. Default:
+  // plaintext.
+  std::optional<TlsPaths> tls;
   // Path of a file with the token that every call brings; read again when it
   // changes. Needs TLS, but to loopback and unix sockets. Default: no token.
   std::string token_file;

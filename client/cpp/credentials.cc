@@ -18,18 +18,19 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "client/cpp/client_options.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/text_file.h"
 #include "grpcpp/grpcpp.h"
 
-namespace quantd {
+namespace quantd::internal {
 namespace {
 
 using ::grpc::experimental::InterceptionHookPoints;
 
 // Errors: ARGUMENT_INVALID for a file that can't be read, or is empty.
 absl::StatusOr<std::string> ReadFile(const std::string& path) {
-  absl::StatusOr<std::string> text = internal::ReadTextFile(path);
+  absl::StatusOr<std::string> text = ReadTextFile(path);
   if (!text.ok()) {
     return ArgumentInvalidError(absl::StrCat(
         "expected a file that can be read, got ", ErrorText(text.status())));
@@ -97,7 +98,7 @@ class TokenSender final : public grpc::experimental::Interceptor {
   TokenFile* const file_;
 };
 
-class TokenSenderFactory final : public internal::InterceptorFactory {
+class TokenSenderFactory final : public InterceptorFactory {
  public:
   TokenSenderFactory(std::string path, std::string token)
       : file_(std::move(path), std::move(token)) {}
@@ -145,8 +146,6 @@ absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> TlsCredentials(
   return credentials;
 }
 
-namespace internal {
-
 absl::StatusOr<std::unique_ptr<InterceptorFactory>> SendTokenOf(
     const std::string& path) {
   absl::StatusOr<std::string> token = ReadToken(path);
@@ -171,5 +170,4 @@ bool IsLocalTarget(absl::string_view target) {
   return true;
 }
 
-}  // namespace internal
-}  // namespace quantd
+}  // namespace quantd::internal

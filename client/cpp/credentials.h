@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "client/cpp/client_options.h"
 
 namespace grpc {
 class ChannelCredentials;
@@ -17,24 +18,12 @@ class ClientInterceptorFactoryInterface;
 }  // namespace experimental
 }  // namespace grpc
 
-namespace quantd {
+namespace quantd::internal {
 
-// Paths of PEM files; all may be empty. Plain value.
-struct TlsPaths {
-  // Trusted CA certificates; empty for those of the system.
-  std::string ca;
-  // The client's own certificate and its key: both or neither.
-  std::string certificate;
-  std::string key;
-};
-
-// Credentials for ClientOptions. The files are read once: connect again with
-// new ones.
+// Reads the files.
 // Errors: ARGUMENT_INVALID.
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> TlsCredentials(
     const TlsPaths& paths);
-
-namespace internal {
 
 using InterceptorFactory =
     grpc::experimental::ClientInterceptorFactoryInterface;
@@ -48,7 +37,6 @@ absl::StatusOr<std::unique_ptr<InterceptorFactory>> SendTokenOf(
 // Whether everything behind `target` is on this machine.
 bool IsLocalTarget(absl::string_view target);
 
-}  // namespace internal
-}  // namespace quantd
+}  // namespace quantd::internal
 
 #endif  // QUANTD_CLIENT_CPP_CREDENTIALS_H_

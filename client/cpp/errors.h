@@ -15,10 +15,6 @@
 #include "absl/time/time.h"
 #include "quantd/v1/tensor.pb.h"
 
-namespace grpc {
-class Status;
-}  // namespace grpc
-
 namespace quantd {
 
 // The reason of a status, e.g. "CHUNK_OFFSET"; empty when it has none.
@@ -89,12 +85,6 @@ absl::Status ResponseMalformedError(absl::string_view what);
 
 // What arrived is not what was sent. DATA_LOSS / CHECKSUM_MISMATCH.
 absl::Status ChecksumMismatchError(uint64_t expected, uint64_t got);
-
-// The status of a call to `target` that was not cancelled here. What gRPC
-// itself makes of a connection or stream that broke becomes
-// SERVER_UNREACHABLE, DEADLINE_EXCEEDED becomes TIMEOUT.
-absl::Status FromGrpcStatus(const grpc::Status& status,
-                            absl::string_view target, absl::Duration timeout);
 
 // How one tensor failed.
 absl::Status FromTensorError(const v1::TensorError& error);

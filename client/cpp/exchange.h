@@ -14,7 +14,7 @@
 #include "absl/types/span.h"
 #include "client/cpp/envelope.h"
 #include "client/cpp/retry_policy.h"
-#include "client/cpp/shared_memory.h"
+#include "client/cpp/shared_buffers.h"
 #include "client/cpp/tensor_stream.h"
 #include "xxhash.h"
 

@@ -10,6 +10,7 @@
 #include "client/cpp/client_options.h"
 #include "client/cpp/credentials.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/grpc_status.h"
 #include "grpc/grpc.h"
 #include "grpcpp/channel.h"
 #include "grpcpp/client_context.h"
@@ -52,7 +53,7 @@ absl::Status StatusOf(const grpc::Status& status, const ClientOptions& options,
                       absl::Duration timeout) {
   absl::Status result = FromGrpcStatus(status, options.target, timeout);
   if (UnreachableCauseOf(result) != UnreachableCause::kClosed) return result;
-  if (options.credentials != nullptr) {
+  if (options.tls.has_value()) {
     return ServerUnreachableError(options.target, result.message(),
                                   UnreachableCause::kWantsCertificate);
   }

@@ -16,7 +16,7 @@
 #include "client/cpp/client_options.h"
 #include "client/cpp/exchange.h"
 #include "client/cpp/retry_policy.h"
-#include "client/cpp/shared_memory.h"
+#include "client/cpp/shared_buffers.h"
 #include "client/cpp/stream_call.h"
 #include "grpcpp/channel.h"
 

@@ -12,6 +12,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/scale_chunks.h"
 #include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
 

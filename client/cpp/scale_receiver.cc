@@ -11,6 +11,7 @@
 #include "absl/types/span.h"
 #include "client/cpp/element_bytes.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/scale_chunks.h"
 #include "client/cpp/scales.h"
 
 namespace quantd::internal {

@@ -20,7 +20,7 @@
 #include "client/cpp/retrying_stream.h"
 #include "client/cpp/scale_feed.h"
 #include "client/cpp/scale_receiver.h"
-#include "client/cpp/shared_memory.h"
+#include "client/cpp/shared_buffers.h"
 #include "client/cpp/tensor.h"
 #include "client/cpp/utf8.h"
 
@@ -614,7 +614,9 @@ class EvaluateExchange final : public SummaryExchange<EvaluateResult> {
     header.set_per_scale_index(job.per_scale_index);
     header.set_with_distribution(job.with_distribution);
     header.set_comparison(job.comparison);
+    if (job.inputs.has_value()) *header.mutable_inputs() = *job.inputs;
     header.set_omit_encodings(job.omit_encodings);
+    header.mutable_metrics()->Add(job.metrics.begin(), job.metrics.end());
     omits_encodings_ = job.omit_encodings;
     request_header_ = header.SerializeAsString();
     SetPayload(job.tensor.data,

@@ -149,6 +149,12 @@ struct EvaluateJob {
   // Compare two tensors of the shape instead: the data are InterleavePairs of
   // them, and there are no candidates.
   bool comparison = false;
+  // The fields of v1::ErrorMetrics to answer, besides the counts; the others
+  // are then 0. Empty: all.
+  std::vector<v1::ErrorMetric> metrics;
+  // Answer the error at the output of the layer as well; see
+  // v1::EvaluateHeader.inputs.
+  std::optional<TensorName> inputs;
 };
 
 using EvaluateResult = v1::EvaluateSummary;

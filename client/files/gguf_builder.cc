@@ -26,6 +26,8 @@ namespace {
 
 constexpr uint32_t kVersion = 3;
 constexpr uint32_t kUint32Code = 4;
+constexpr uint32_t kTextCode = 8;
+constexpr uint32_t kArrayCode = 9;
 // ggml's limits; a name has a zero behind it there.
 constexpr size_t kMostNameBytes = 63;
 constexpr size_t kMostWrittenDimensions = 4;
@@ -53,6 +55,25 @@ std::string GgufUint32Pair(absl::string_view key, uint32_t value) {
   AppendText(key, &pair);
   AppendNumber(kUint32Code, &pair);
   AppendNumber(value, &pair);
+  return pair;
+}
+
+std::string GgufTextPair(absl::string_view key, absl::string_view value) {
+  std::string pair;
+  AppendText(key, &pair);
+  AppendNumber(kTextCode, &pair);
+  AppendText(value, &pair);
+  return pair;
+}
+
+std::string GgufTextsPair(absl::string_view key,
+                          absl::Span<const absl::string_view> values) {
+  std::string pair;
+  AppendText(key, &pair);
+  AppendNumber(kArrayCode, &pair);
+  AppendNumber(kTextCode, &pair);
+  AppendNumber(uint64_t{values.size()}, &pair);
+  for (const absl::string_view value : values) AppendText(value, &pair);
   return pair;
 }
 

@@ -19,8 +19,11 @@
 
 namespace quantd::files {
 
-// The bytes of a pair of metadata with a number.
+// The bytes of a pair of metadata with a number, a text, or a list of texts.
 std::string GgufUint32Pair(absl::string_view key, uint32_t value);
+std::string GgufTextPair(absl::string_view key, absl::string_view value);
+std::string GgufTextsPair(absl::string_view key,
+                          absl::Span<const absl::string_view> values);
 
 // What a tensor of the file will be. Plain value.
 struct GgufEntry {

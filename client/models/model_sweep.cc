@@ -4,11 +4,16 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <limits>
+#include <map>
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
@@ -17,11 +22,13 @@
 #include "client/cpp/errors.h"
 #include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
+#include "client/files/gguf_types.h"
 #include "client/files/safetensors.h"
-#include "client/models/outer_maximum.h"
+#include "client/models/gguf_blocks.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tensor_engine.h"
 #include "client/models/tensor_input.h"
+#include "client/models/tie_groups.h"
 
 namespace quantd {
 namespace {
@@ -63,26 +70,33 @@ uint64_t EncodedSizeBytes(const Encoding& encoding, uint64_t element_count) {
 class Measurer {
  public:
   Measurer(const std::vector<const files::FileTensor*>& tensors,
-           const std::vector<SpecTemplate>& specs, const OnTensor& on_tensor)
+           const std::vector<SpecTemplate>& specs, const SweepTies& ties,
+           const OnTensor& on_tensor)
       : specs_(specs), on_tensor_(on_tensor), measured_(tensors.size()) {
+    for (const SpecTemplate& spec : specs) {
+      maxima_.emplace_back(
+          tied_.emplace_back(GroupsThatShare(spec, ties.groups)));
+    }
     for (size_t i = 0; i < tensors.size(); ++i) {
       MeasuredTensor& measured = measured_[i];
       measured.tensor = tensors[i];
       for (const SpecTemplate& spec : specs) {
-        measured.candidates.emplace_back().status =
-            spec.SpecOf(tensors[i]->shape).status();
+        MeasuredCandidate& candidate = measured.candidates.emplace_back();
+        if (BlockTypeFor(spec, tensors[i]->shape) == nullptr) {
+          candidate.status = spec.SpecOf(tensors[i]->shape).status();
+        }
       }
     }
   }
 
   absl::StatusOr<std::vector<MeasuredTensor>> Run(Client* client) {
-    // Those of which something can be measured.
+    // Those of which the server can measure something.
     std::vector<MeasuredTensor*> tasks;
     for (MeasuredTensor& measured : measured_) {
-      if (Candidates(measured).empty()) {
-        Tell(measured);
-      } else {
+      if (!Candidates(measured).empty()) {
         tasks.push_back(&measured);
+      } else if (!HasBlocks(measured)) {
+        Tell(measured);
       }
     }
     EvaluateEngine::Work work;
@@ -97,12 +111,18 @@ class Measurer {
     work.take = [this, &tasks](size_t i, absl::StatusOr<EvaluateResult> result,
                                EvaluateStream* evaluate) {
       absl::Status status = Take(result, evaluate, tasks[i]);
-      Tell(*tasks[i]);
+      if (!HasBlocks(*tasks[i])) Tell(*tasks[i]);
       return status;
     };
     EvaluateEngine engine(std::vector<Client*>(kStreams, client));
     const absl::Status status = engine.Run(work);
     if (!status.ok()) return status;
+    // While no stream is open: it would wait too long.
+    for (MeasuredTensor& measured : measured_) {
+      if (!HasBlocks(measured)) continue;
+      MeasureBlocks(&measured);
+      Tell(measured);
+    }
     return std::move(measured_);
   }
 
@@ -112,31 +132,64 @@ class Measurer {
     if (on_tensor_) on_tensor_(*measured.tensor);
   }
 
-  // Those that have not failed.
-  static std::vector<size_t> Candidates(const MeasuredTensor& measured) {
+  // Null for a candidate that the server measures.
+  const files::GgufType* BlockType(const MeasuredTensor& measured,
+                                   size_t candidate) const {
+    return BlockTypeFor(specs_[candidate], measured.tensor->shape);
+  }
+
+  bool HasBlocks(const MeasuredTensor& measured) const {
+    for (size_t i = 0; i < specs_.size(); ++i) {
+      if (BlockType(measured, i) != nullptr) return true;
+    }
+    return false;
+  }
+
+  void MeasureBlocks(MeasuredTensor* measured) const {
+    for (size_t i = 0; i < specs_.size(); ++i) {
+      const files::GgufType* const type = BlockType(*measured, i);
+      if (type == nullptr) continue;
+      MeasuredCandidate& candidate = measured->candidates[i];
+      const absl::StatusOr<std::vector<uint8_t>> blocks =
+          MakeGgufBlocks(*measured->tensor, *type, &candidate.metrics);
+      candidate.status = blocks.status();
+      if (!blocks.ok()) continue;
+      candidate.size_bytes = blocks->size();
+      // All elements are finite.
+      candidate.noise_to_signal =
+          NoiseToSignal(candidate.metrics, v1::TensorStatistics());
+    }
+  }
+
+  // Those of the server that have not failed.
+  std::vector<size_t> Candidates(const MeasuredTensor& measured) const {
     std::vector<size_t> candidates;
     for (size_t i = 0; i < measured.candidates.size(); ++i) {
-      if (measured.candidates[i].status.ok()) candidates.push_back(i);
+      if (measured.candidates[i].status.ok() &&
+          BlockType(measured, i) == nullptr) {
+        candidates.push_back(i);
+      }
     }
     return candidates;
   }
 
   EvaluateJob MakeJob(const MeasuredTensor& measured,
-                      const std::vector<size_t>& candidates) const {
+                      const std::vector<size_t>& candidates) {
     const files::FileTensor& tensor = *measured.tensor;
     EvaluateJob job;
     job.tensor = MakeTensor(tensor, TensorName());
     job.omit_encodings = true;
+    job.metrics = SweepMetrics();
     for (const size_t i : candidates) {
       const EncodingSpec spec = *specs_[i].SpecOf(tensor.shape);
-      job.candidates.push_back({spec, "", OuterMaximumFor(spec, tensor)});
+      job.candidates.push_back({spec, "", maxima_[i].For(spec, tensor)});
     }
     return job;
   }
 
   // Only what ends the run is an error.
   absl::Status Take(const absl::StatusOr<EvaluateResult>& result,
-                    EvaluateStream* evaluate, MeasuredTensor* measured) const {
+                    EvaluateStream* evaluate, MeasuredTensor* measured) {
     const std::vector<size_t> candidates = Candidates(*measured);
     if (result.ok()) return Fill(*result, candidates, measured);
     if (EndsTheRun(result.status())) return result.status();
@@ -175,32 +228,111 @@ class Measurer {
   }
 
   const std::vector<SpecTemplate>& specs_;
+  // By spec; neither moves.
+  std::deque<std::vector<TieGroup>> tied_;
+  std::deque<TiedMaxima> maxima_;
   absl::Mutex mutex_;
   const OnTensor& on_tensor_;
   // Different ones may change at once.
   std::vector<MeasuredTensor> measured_;
 };
 
-// A mixture for each budget, over the tensors on which a spec succeeded.
+// Tensors that get one spec.
+using Unit = std::vector<const MeasuredTensor*>;
+
+std::vector<Unit> UnitsOf(const std::vector<MeasuredTensor>& tensors,
+                          const SweepTies& ties) {
+  absl::flat_hash_map<const files::FileTensor*, size_t> group_of;
+  if (ties.share_specs) {
+    for (size_t i = 0; i < ties.groups.size(); ++i) {
+      for (const auto* const tensor : ties.groups[i].tensors) {
+        group_of[tensor] = i;
+      }
+    }
+  }
+  std::vector<Unit> units;
+  absl::flat_hash_map<size_t, size_t> unit_of;
+  for (const MeasuredTensor& tensor : tensors) {
+    const auto group = group_of.find(tensor.tensor);
+    const auto [unit, is_new] =
+        group == group_of.end()
+            ? std::make_pair(unit_of.end(), true)
+            : unit_of.try_emplace(group->second, units.size());
+    if (is_new) {
+      units.push_back({&tensor});
+    } else {
+      units[unit->second].push_back(&tensor);
+    }
+  }
+  return units;
+}
+
+// Of a spec on all tensors of a unit. Nothing where it failed on one.
+std::optional<v1::MixtureOption> OptionOf(const Unit& unit, size_t spec_index,
+                                          bool worst_counts) {
+  v1::MixtureOption option;
+  option.set_spec_index(static_cast<uint32_t>(spec_index));
+  for (const MeasuredTensor* const tensor : unit) {
+    const MeasuredCandidate& candidate = tensor->candidates[spec_index];
+    if (!candidate.status.ok()) return std::nullopt;
+    option.set_size_bytes(option.size_bytes() + candidate.size_bytes);
+    option.set_noise_to_signal(
+        worst_counts
+            ? std::max(option.noise_to_signal(), candidate.noise_to_signal)
+            : option.noise_to_signal() + candidate.noise_to_signal);
+  }
+  return option;
+}
+
+// The choices of the units as those of their tensors, with the figures of
+// these.
+v1::SweepMixture Spread(const v1::SweepMixture& mixture,
+                        const std::map<std::string, const Unit*>& units) {
+  v1::SweepMixture spread = mixture;
+  spread.clear_choices();
+  spread.set_noise_to_signal_sum(0);
+  spread.set_min_sqnr_db(kInfinity);
+  for (const auto& choice : mixture.choices()) {
+    for (const MeasuredTensor* const tensor : *units.at(choice.tensor())) {
+      const MeasuredCandidate& candidate =
+          tensor->candidates[choice.spec_index()];
+      auto* const added = spread.add_choices();
+      *added = choice;
+      added->set_tensor(tensor->tensor->name);
+      spread.set_noise_to_signal_sum(spread.noise_to_signal_sum() +
+                                     candidate.noise_to_signal);
+      spread.set_min_sqnr_db(
+          std::min(spread.min_sqnr_db(), candidate.noise_to_signal == kInfinity
+                                             ? -kInfinity
+                                             : candidate.metrics.sqnr_db()));
+    }
+  }
+  return spread;
+}
+
+// Those of one kind: where the worst tensor of a unit counts, its noise is
+// another than where all are added up.
 // Errors: of ChooseMixture.
-absl::StatusOr<std::vector<v1::SweepMixture>> ChooseMixtures(
-    const std::vector<MeasuredTensor>& tensors,
-    const std::vector<Budget>& budgets, Client* client) {
+absl::StatusOr<std::vector<v1::SweepMixture>> ChooseAlike(
+    const std::vector<Unit>& units, const std::vector<Budget>& budgets,
+    size_t spec_count, bool worst_counts, Client* client) {
   v1::ChooseMixtureRequest request;
   uint64_t element_count = 0;
-  for (const MeasuredTensor& tensor : tensors) {
+  std::map<std::string, const Unit*> by_name;
+  bool has_groups = false;
+  for (const Unit& unit : units) {
     v1::MixtureTensor added;
-    added.set_tensor(tensor.tensor->name);
-    for (size_t i = 0; i < tensor.candidates.size(); ++i) {
-      const MeasuredCandidate& candidate = tensor.candidates[i];
-      if (!candidate.status.ok()) continue;
-      v1::MixtureOption* const option = added.add_options();
-      option->set_spec_index(static_cast<uint32_t>(i));
-      option->set_size_bytes(candidate.size_bytes);
-      option->set_noise_to_signal(candidate.noise_to_signal);
+    added.set_tensor(unit[0]->tensor->name);
+    for (size_t i = 0; i < spec_count; ++i) {
+      std::optional<v1::MixtureOption> option = OptionOf(unit, i, worst_counts);
+      if (option.has_value()) *added.add_options() = *std::move(option);
     }
     if (added.options().empty()) continue;
-    element_count += tensor.element_count();
+    has_groups |= unit.size() > 1;
+    by_name[added.tensor()] = &unit;
+    for (const MeasuredTensor* const tensor : unit) {
+      element_count += tensor->element_count();
+    }
     *request.add_tensors() = std::move(added);
   }
   if (budgets.empty() || request.tensors().empty()) {
@@ -212,11 +344,49 @@ absl::StatusOr<std::vector<v1::SweepMixture>> ChooseMixtures(
   const absl::StatusOr<v1::ChooseMixtureResponse> response =
       client->ChooseMixture(request);
   if (!response.ok()) return response.status();
-  return std::vector<v1::SweepMixture>(response->mixtures().begin(),
-                                       response->mixtures().end());
+  std::vector<v1::SweepMixture> mixtures(response->mixtures().begin(),
+                                         response->mixtures().end());
+  if (has_groups) {
+    for (v1::SweepMixture& mixture : mixtures) {
+      mixture = Spread(mixture, by_name);
+    }
+  }
+  return mixtures;
+}
+
+// A mixture for each budget, over the tensors on which a spec succeeded.
+// Errors: of ChooseMixture.
+absl::StatusOr<std::vector<v1::SweepMixture>> ChooseMixtures(
+    const std::vector<MeasuredTensor>& tensors,
+    const std::vector<Budget>& budgets, size_t spec_count,
+    const SweepTies& ties, Client* client) {
+  const std::vector<Unit> units = UnitsOf(tensors, ties);
+  std::vector<v1::SweepMixture> mixtures(budgets.size());
+  for (const bool worst_counts : {true, false}) {
+    std::vector<Budget> alike;
+    std::vector<size_t> places;
+    for (size_t i = 0; i < budgets.size(); ++i) {
+      if ((budgets[i].kind == Budget::Kind::kMinSqnr) != worst_counts) continue;
+      alike.push_back(budgets[i]);
+      places.push_back(i);
+    }
+    absl::StatusOr<std::vector<v1::SweepMixture>> chosen =
+        ChooseAlike(units, alike, spec_count, worst_counts, client);
+    if (!chosen.ok()) return chosen.status();
+    for (size_t i = 0; i < places.size(); ++i) {
+      mixtures[places[i]] = std::move((*chosen)[i]);
+    }
+  }
+  return mixtures;
 }
 
 }  // namespace
+
+std::vector<v1::ErrorMetric> SweepMetrics() {
+  return {v1::ERROR_METRIC_SUM_SQUARED_ERROR,
+          v1::ERROR_METRIC_MEAN_SQUARED_ERROR,
+          v1::ERROR_METRIC_MAX_ABSOLUTE_ERROR, v1::ERROR_METRIC_SQNR_DB};
+}
 
 uint64_t NonFiniteCount(const v1::TensorStatistics& statistics) {
   return statistics.nan_count() + statistics.positive_infinity_count() +
@@ -257,12 +427,12 @@ std::vector<const files::FileTensor*> WeightsOf(const TensorInput& input) {
 absl::StatusOr<ModelSweep> SweepTensors(
     const std::vector<const files::FileTensor*>& tensors,
     const std::vector<SpecTemplate>& specs, const std::vector<Budget>& budgets,
-    Client* client, const OnTensor& on_tensor) {
+    Client* client, const OnTensor& on_tensor, const SweepTies& ties) {
   absl::StatusOr<std::vector<MeasuredTensor>> measured =
-      Measurer(tensors, specs, on_tensor).Run(client);
+      Measurer(tensors, specs, ties, on_tensor).Run(client);
   if (!measured.ok()) return measured.status();
   absl::StatusOr<std::vector<v1::SweepMixture>> mixtures =
-      ChooseMixtures(*measured, budgets, client);
+      ChooseMixtures(*measured, budgets, specs.size(), ties, client);
   if (!mixtures.ok()) return mixtures.status();
   return ModelSweep{*std::move(measured), *std::move(mixtures)};
 }

@@ -14,6 +14,7 @@
 #include "client/files/safetensors.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tensor_input.h"
+#include "client/models/tie_groups.h"
 #include "quantd/v1/encoding_service.pb.h"
 
 namespace quantd {
@@ -22,6 +23,7 @@ namespace quantd {
 struct MeasuredCandidate {
   // Why it failed; then nothing else is set.
   absl::Status status;
+  // The counts and SweepMetrics(); the rest is not measured.
   v1::ErrorMetrics metrics;
   // Of codes and scales.
   uint64_t size_bytes = 0;
@@ -33,7 +35,7 @@ struct MeasuredCandidate {
 struct MeasuredTensor {
   // Of the input, which outlives it.
   const files::FileTensor* tensor = nullptr;
-  // Of the elements, unless every candidate failed.
+  // Of the elements, unless every candidate of the server failed.
   v1::TensorStatistics statistics;
   // In the order of the specs.
   std::vector<MeasuredCandidate> candidates;
@@ -61,6 +63,15 @@ struct ModelSweep {
   std::vector<v1::SweepMixture> mixtures;
 };
 
+// Which tensors belong together, because runtimes fuse them. Plain value.
+struct SweepTies {
+  // Tensors of the sweep. Those of a group share the outer scale of a spec that
+  // has one.
+  std::vector<TieGroup> groups;
+  // Whether a mixture has one spec for all tensors of a group.
+  bool share_specs = false;
+};
+
 // Is told of each tensor that is done, one at a time, in any order, on other
 // threads.
 using OnTensor = std::function<void(const files::FileTensor&)>;
@@ -68,15 +79,20 @@ using OnTensor = std::function<void(const files::FileTensor&)>;
 // The tensors of reals that have at least two dimensions.
 std::vector<const files::FileTensor*> WeightsOf(const TensorInput& input);
 
+// What SweepTensors measures besides the counts.
+std::vector<v1::ErrorMetric> SweepMetrics();
+
 // Measures all specs on all tensors, several tensors at a time over streams of
-// their own. What is under way is bounded, whatever the file. Where some specs
-// fail on a tensor the others are measured all the same. Then a mixture is
-// chosen for each budget.
+// their own. What is under way is bounded, whatever the file. Specs with a
+// gguf_type are measured here, in a second pass. Where some specs fail on a
+// tensor the others are measured all the same. Then a mixture is chosen for
+// each budget.
 // Errors: that the server cannot be reached; of Client::ChooseMixture.
 absl::StatusOr<ModelSweep> SweepTensors(
     const std::vector<const files::FileTensor*>& tensors,
     const std::vector<SpecTemplate>& specs, const std::vector<Budget>& budgets,
-    Client* client, const OnTensor& on_tensor = nullptr);
+    Client* client, const OnTensor& on_tensor = nullptr,
+    const SweepTies& ties = {});
 
 }  // namespace quantd
 

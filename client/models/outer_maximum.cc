@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/base/casts.h"
 #include "absl/types/span.h"
 #include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
@@ -37,12 +38,6 @@ Int LargestBits(const uint8_t* data, int64_t count, Int mask, Int infinity) {
   return largest;
 }
 
-float FromBits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
 float Largest(ElementType type, const uint8_t* data, int64_t count) {
   switch (type) {
     case ElementType::kFloat16: {
@@ -54,11 +49,11 @@ float Largest(ElementType type, const uint8_t* data, int64_t count) {
                                         exponent - 25);
     }
     case ElementType::kBfloat16:
-      return FromBits(static_cast<uint32_t>(
-                          LargestBits<int16_t>(data, count, 0x7FFF, 0x7F80))
-                      << 16);
+      return absl::bit_cast<float>(static_cast<uint32_t>(LargestBits<int16_t>(
+                                       data, count, 0x7FFF, 0x7F80))
+                                   << 16);
     default:
-      return FromBits(static_cast<uint32_t>(
+      return absl::bit_cast<float>(static_cast<uint32_t>(
           LargestBits<int32_t>(data, count, 0x7FFFFFFF, 0x7F800000)));
   }
 }

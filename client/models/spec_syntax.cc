@@ -63,22 +63,6 @@ constexpr KQuant kKQuants[] = {
     {"q6_K", "int8:group:32:scale=float16:mse"},
 };
 
-// One value of `--spec` without its pattern.
-absl::StatusOr<SpecTemplate> ParseSpecOrKQuant(absl::string_view text) {
-  for (const KQuant& row : kKQuants) {
-    if (absl::EqualsIgnoreCase(text, row.type)) {
-      absl::StatusOr<SpecTemplate> spec = ParseSpec(row.fallback);
-      if (spec.ok()) spec->gguf_type = std::string(row.type);
-      return spec;
-    }
-    if (absl::StartsWithIgnoreCase(text, absl::StrCat(row.type, ":"))) {
-      return ArgumentInvalidError(absl::StrCat(
-          "expected ", row.type, " alone, which says all, got \"", text, "\""));
-    }
-  }
-  return ParseSpec(text);
-}
-
 absl::Status NumberError(absl::string_view option, absl::string_view text) {
   return ArgumentInvalidError(absl::StrCat("expected a number such as ", option,
                                            "=256, got \"", text, "\""));
@@ -126,6 +110,16 @@ std::vector<std::string> MethodNames() {
   std::vector<std::string> names;
   for (const Method& row : kMethods) names.emplace_back(row.name);
   return names;
+}
+
+std::string MethodName(v1::CalibrationMethod method) {
+  if (method == v1::CALIBRATION_METHOD_UNSPECIFIED) {
+    method = v1::CALIBRATION_METHOD_MIN_MAX;
+  }
+  for (const Method& row : kMethods) {
+    if (row.method == method) return std::string(row.name);
+  }
+  return "";
 }
 
 std::vector<std::string> TailNames() {
@@ -375,6 +369,13 @@ absl::StatusOr<std::vector<float>> ParseCodebook(const std::string& text) {
 
 absl::StatusOr<EncodingSpec> SpecTemplate::SpecOf(
     absl::Span<const int64_t> shape) const {
+  if (!gguf_type.empty() &&
+      (shape.size() < 2 || shape.back() % granularity.group != 0)) {
+    return ArgumentInvalidError(absl::StrCat(
+        "expected rows of a multiple of ", granularity.group, " elements for ",
+        gguf_type, ", got ", shape.empty() ? 1 : shape.back(), " in ",
+        shape.size(), " dimensions"));
+  }
   const absl::StatusOr<std::vector<int64_t>> block_size =
       BlockSizeOf(granularity, shape);
   if (!block_size.ok()) return block_size.status();
@@ -534,6 +535,21 @@ absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text) {
   return result;
 }
 
+absl::StatusOr<SpecTemplate> ParseSpecOrGgufType(absl::string_view text) {
+  for (const KQuant& row : kKQuants) {
+    if (absl::EqualsIgnoreCase(text, row.type)) {
+      absl::StatusOr<SpecTemplate> spec = ParseSpec(row.fallback);
+      if (spec.ok()) spec->gguf_type = std::string(row.type);
+      return spec;
+    }
+    if (absl::StartsWithIgnoreCase(text, absl::StrCat(row.type, ":"))) {
+      return ArgumentInvalidError(absl::StrCat(
+          "expected ", row.type, " alone, which says all, got \"", text, "\""));
+    }
+  }
+  return ParseSpec(text);
+}
+
 const SpecTemplate* SpecSet::For(absl::string_view tensor) const {
   for (const Override& entry : overrides) {
     if (MatchesGlob(entry.pattern, tensor)) return &entry.spec;
@@ -563,7 +579,7 @@ absl::Status AddSpec(const std::string& text, SpecSet* set, bool* has_base) {
     }
     return absl::OkStatus();
   }
-  const absl::StatusOr<SpecTemplate> base = ParseSpecOrKQuant(text);
+  const absl::StatusOr<SpecTemplate> base = ParseSpecOrGgufType(text);
   if (base.ok()) {
     if (*has_base) {
       return ArgumentInvalidError(absl::StrCat(
@@ -579,7 +595,7 @@ absl::Status AddSpec(const std::string& text, SpecSet* set, bool* has_base) {
       ParseFormat(text.substr(0, text.find_first_of(":="))).ok();
   if (equals == std::string::npos || is_format) return base.status();
   const absl::StatusOr<SpecTemplate> spec =
-      ParseSpecOrKQuant(absl::string_view(text).substr(equals + 1));
+      ParseSpecOrGgufType(absl::string_view(text).substr(equals + 1));
   if (!spec.ok()) return spec.status();
   set->overrides.push_back({text.substr(0, equals), *spec});
   return absl::OkStatus();
@@ -592,7 +608,7 @@ absl::StatusOr<Candidate> ParseCandidate(absl::string_view text) {
     candidate.is_stored = true;
     return candidate;
   }
-  const absl::StatusOr<SpecTemplate> spec = ParseSpec(text);
+  const absl::StatusOr<SpecTemplate> spec = ParseSpecOrGgufType(text);
   if (!spec.ok()) return spec.status();
   candidate.spec = *spec;
   return candidate;

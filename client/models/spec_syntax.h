@@ -50,6 +50,8 @@ std::string FormatList();
 std::vector<std::string> GranularityNames();
 std::vector<std::string> SymmetryNames();
 std::vector<std::string> MethodNames();
+// As ParseMethod takes it; empty for one that is not known.
+std::string MethodName(v1::CalibrationMethod method);
 std::vector<std::string> TailNames();
 std::vector<std::string> ScaleTypeNames();
 std::vector<std::string> MxScaleRuleNames();
@@ -99,7 +101,8 @@ struct SpecTemplate {
   // llama.cpp. Empty for what the server quantizes.
   std::string gguf_type;
 
-  // Errors: as BlockSizeOf.
+  // Errors: as BlockSizeOf; ARGUMENT_INVALID with a gguf_type for rows that are
+  // no whole blocks of `spec` either.
   absl::StatusOr<EncodingSpec> SpecOf(absl::Span<const int64_t> shape) const;
   // The spec for tensors of any shape.
   // Errors: ARGUMENT_INVALID for per-tensor with a format of blocks.
@@ -117,6 +120,10 @@ struct SpecTemplate {
 // "int4:group:32:asymmetric", "uint8:percentile=0.999", "mxfp4_e2m1:rule=even".
 // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
 absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text);
+
+// As ParseSpec, or a SpecTemplate::gguf_type in any case.
+// Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
+absl::StatusOr<SpecTemplate> ParseSpecOrGgufType(absl::string_view text);
 
 // What `--spec` says: the first override whose pattern matches, otherwise the
 // base, if there is one. Plain value.
@@ -137,8 +144,8 @@ struct SpecSet {
 };
 
 // Adds one value of `--spec`: "SPEC" sets the base, "PATTERN=SPEC" adds an
-// override, "@FILE" has either on each of its lines. SPEC is what ParseSpec
-// takes, or a SpecTemplate::gguf_type in any case.
+// override, "@FILE" has either on each of its lines. SPEC is what
+// ParseSpecOrGgufType takes.
 // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
 absl::Status AddSpec(const std::string& text, SpecSet* set, bool* has_base);
 
@@ -151,7 +158,7 @@ struct Candidate {
   SpecTemplate spec;
 };
 
-// As ParseSpec, or "stored".
+// As ParseSpecOrGgufType, or "stored".
 // Errors: ARGUMENT_INVALID.
 absl::StatusOr<Candidate> ParseCandidate(absl::string_view text);
 

@@ -267,6 +267,45 @@ absl::StatusOr<std::vector<TieGroup>> FindTies(
   return groups;
 }
 
+absl::StatusOr<std::vector<TieGroup>> FindTiedTensors(
+    const TieOptions& options,
+    const std::vector<const files::FileTensor*>& tensors) {
+  const absl::StatusOr<std::vector<Found>> found = FindGroups(
+      options, tensors.size(), [&tensors](size_t index) -> const std::string& {
+        return tensors[index]->name;
+      });
+  if (!found.ok()) return found.status();
+  std::vector<TieGroup> groups;
+  for (const Found& one : *found) {
+    TieGroup& group = groups.emplace_back();
+    group.label = one.label;
+    for (const size_t member : one.members) {
+      group.tensors.push_back(tensors[member]);
+    }
+  }
+  return groups;
+}
+
+std::vector<TieGroup> GroupsThatShare(const SpecTemplate& spec,
+                                      const std::vector<TieGroup>& groups) {
+  std::vector<TieGroup> sharing;
+  for (const TieGroup& group : groups) {
+    Found all = {group.label, {}, false};
+    std::vector<TieCandidate> candidates;
+    for (const files::FileTensor* const tensor : group.tensors) {
+      const absl::StatusOr<EncodingSpec> of_tensor = spec.SpecOf(tensor->shape);
+      if (!of_tensor.ok()) break;
+      all.members.push_back(candidates.size());
+      candidates.push_back({tensor, *of_tensor});
+    }
+    if (candidates.size() == group.tensors.size() &&
+        Obstacle(all, candidates).empty()) {
+      sharing.push_back(group);
+    }
+  }
+  return sharing;
+}
+
 absl::StatusOr<std::vector<NamedTies>> FindNamedTies(
     const TieOptions& options, const std::vector<std::string>& names,
     absl::FunctionRef<const EncodingSpec*(const std::string& name)> spec_of) {

@@ -17,6 +17,7 @@
 #include "absl/strings/string_view.h"
 #include "client/cpp/tensor.h"
 #include "client/files/safetensors.h"
+#include "client/models/spec_syntax.h"
 
 namespace quantd {
 
@@ -86,6 +87,18 @@ struct TieGroup {
 // some that cannot share a scale.
 absl::StatusOr<std::vector<TieGroup>> FindTies(
     const TieOptions& options, const std::vector<TieCandidate>& candidates);
+
+// The groups of two tensors or more, whatever becomes of them, in the order of
+// their first tensors. A tensor is in the group of the first pattern that
+// matches it.
+// Errors: ARGUMENT_INVALID for a pattern of `options` that ties no tensors.
+absl::StatusOr<std::vector<TieGroup>> FindTiedTensors(
+    const TieOptions& options,
+    const std::vector<const files::FileTensor*>& tensors);
+
+// Those of the groups whose tensors can share the outer scale of a spec.
+std::vector<TieGroup> GroupsThatShare(const SpecTemplate& spec,
+                                      const std::vector<TieGroup>& groups);
 
 // A group of tensors whose statistics are stored. Plain value.
 struct NamedTies {

@@ -104,6 +104,10 @@ int64_t QuantizeGroups(const GroupRange& range, GroupCounts* counts) {
 // of the group.
 template <class D>
 struct Divisor {
+  HWY_INLINE Divisor() {}
+  HWY_INLINE Divisor(hn::Vec<D> scale, hn::Vec<D> reciprocal, hn::Vec<D> rest)
+      : scale(scale), reciprocal(reciprocal), rest(rest) {}
+
   hn::Vec<D> scale;
   // Their sum is 1 / scale to more than 40 bits.
   hn::Vec<D> reciprocal;

@@ -34,11 +34,6 @@ struct EntropyLevels {
 // otherwise. Floats and codebooks: the cells of x about their numbers.
 EntropyLevels LevelsOf(const CodeNumbers& numbers, bool is_symmetric);
 
-// The natural logarithm, good to some 2^-50: the same bits on every machine,
-// which the C library's are not.
-// Requires: x > 0, normal.
-double PortableLog(double x);
-
 // Finds the range with the least Kullback-Leibler divergence sum p log(p / q).
 // The ranges that are tried are k / steps of the whole one, 1 <= k <= steps,
 // measured from zero or from the end that is nearest to it.

@@ -14,10 +14,10 @@
 #include "absl/status/statusor.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
-#include "core/calibrate/entropy.h"
 #include "core/calibrate/mixture_search.h"
 #include "core/calibrate/precision_option.h"
 #include "core/parallel/stop_token.h"
+#include "core/types/portable_log.h"
 
 namespace quantd::core {
 namespace {

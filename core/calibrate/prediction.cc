@@ -16,17 +16,13 @@
 #include "core/statistics/histogram.h"
 #include "core/statistics/tensor_statistics.h"
 #include "core/types/encoding.h"
+#include "core/types/portable_log.h"
 
 namespace quantd::core {
 namespace {
 
 double Mean(double sum, uint64_t count) {
   return count == 0 ? 0 : sum / static_cast<double>(count);
-}
-
-double Decibels(double signal, double squared_error) {
-  if (squared_error == 0) return std::numeric_limits<double>::infinity();
-  return 10 * std::log10(signal / squared_error);
 }
 
 // Widens the bounds of exact arithmetic by what arithmetic really does to e =

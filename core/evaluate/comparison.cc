@@ -29,6 +29,8 @@ struct PairRange {
   ElementType type;
   int64_t count;
   const uint8_t* in;
+  // What kernels have to add up; they may add up more.
+  ErrorSumSet sums;
 };
 
 template <typename T>
@@ -134,7 +136,7 @@ void CompareTyped(const PairRange& range, ErrorSums* leaves,
     PairCounts counts;
     counts.non_finite = Deinterleave(in, count, real, test);
     const Ahead ahead = {range.in + (begin + kLeaf) * pair_bytes, pair_bytes};
-    *leaves++ = SumPairs(real, test, count, counts, ahead);
+    *leaves++ = SumPairs(real, test, count, counts, range.sums, ahead);
     if (distribution != nullptr) {
       distribution->Add(real, test, count, counts.non_finite);
     }
@@ -190,8 +192,9 @@ void CopyReferences(ElementType type, const uint8_t* in, int64_t count,
 
 }  // namespace
 
-Comparison::Comparison(ElementType type, bool with_distribution)
-    : type_(type), reference_(1) {
+Comparison::Comparison(ElementType type, bool with_distribution,
+                       ErrorSumSet sums)
+    : type_(type), sums_(sums), reference_(1) {
   if (with_distribution) distribution_ = std::make_unique<DistributionCounts>();
 }
 
@@ -215,7 +218,7 @@ void Comparison::Update(int64_t first, int64_t count, const uint8_t* data,
       const uint8_t* in = wave_data + 2 * begin * element_bytes;
       CopyReferences(type_, in, task_count,
                      references.get() + begin * element_bytes);
-      const PairRange range{type_, task_count, in};
+      const PairRange range{type_, task_count, in, sums_};
       std::unique_ptr<DistributionCounts> counts;
       if (distribution_ != nullptr) counts = scratch.Take();
       if (is_scalar) {

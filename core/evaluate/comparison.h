@@ -20,7 +20,8 @@ namespace quantd::core {
 // Not thread-safe.
 class Comparison {
  public:
-  Comparison(ElementType type, bool with_distribution);
+  Comparison(ElementType type, bool with_distribution,
+             ErrorSumSet sums = ErrorSumSet::kAll);
 
   // Takes in pairs [first, first + count).
   // `data`  [2 * count] elements of the type, any alignment.
@@ -40,6 +41,7 @@ class Comparison {
 
  private:
   const ElementType type_;
+  const ErrorSumSet sums_;
   ErrorSums overall_;
   TensorStatistics reference_;
   // Null unless asked for.

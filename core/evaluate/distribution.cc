@@ -10,6 +10,7 @@
 
 #include "core/statistics/histogram.h"
 #include "core/types/float_convert.h"
+#include "core/types/portable_log.h"
 
 namespace quantd::core {
 namespace {
@@ -152,7 +153,7 @@ ErrorDistribution DistributionCounts::Distribution() const {
   for (int i = 0; i < kLinearBins; ++i) {
     const double p = static_cast<double>(real[i]) + 0.5;
     const double q = static_cast<double>(restored[i]) + 0.5;
-    distribution.kl_divergence += p / sum * std::log(p / q);
+    distribution.kl_divergence += p / sum * PortableLog(p / q);
   }
   return distribution;
 }

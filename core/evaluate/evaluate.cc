@@ -13,6 +13,7 @@
 #include "core/evaluate/evaluate_kernel.h"
 #include "core/simd_internal.h"
 #include "core/types/float_convert.h"
+#include "core/types/portable_log.h"
 #include "hwy/cache_control.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -97,6 +98,8 @@ RunScales ScalesAt(const Encoding& encoding, int64_t scale_index) {
 // Elements x, their quotients (integers: rounded, but not clamped), and x'.
 template <class D>
 struct Restored {
+  HWY_INLINE Restored() {}
+
   hn::Vec<D> x;
   hn::Vec<D> quotient;
   hn::Vec<D> y;
@@ -184,6 +187,8 @@ HWY_INLINE hn::Mask<D> IsGood(D d, const Restored<D>& r,
 // What a lane counts as. Clipped ones are finite.
 template <class D>
 struct LaneKinds {
+  HWY_INLINE LaneKinds() {}
+
   hn::Mask<D> finite;
   hn::Mask<D> low;
   hn::Mask<D> high;
@@ -437,11 +442,11 @@ void EvaluateKind(const EvaluateRange& range, ErrorSums* leaves,
           portions->push_back({run.scale_index, ErrorSums()});
           is_portion = run.count == count;
           if (!is_portion) {
-            portions->back().sums =
-                SumPairs(real + i, restored + i, run.count, counts, ahead);
+            portions->back().sums = SumPairs(real + i, restored + i, run.count,
+                                             counts, range.sums, ahead);
           }
         });
-    *leaves = SumPairs(real, restored, count, leaf_counts, ahead);
+    *leaves = SumPairs(real, restored, count, leaf_counts, range.sums, ahead);
     if (is_portion) portions->back().sums = *leaves;
     ++leaves;
     if (distribution != nullptr) {
@@ -601,10 +606,11 @@ void AddWideColumn(const EvaluateRange& range, const ColumnPanel& panel,
     const int64_t offset = row * panel.columns + column;
     ErrorSums leaf;
     portions.clear();
-    EvaluateScalar({range.encoding, range.values, range.layout, range.type,
-                    panel.first + offset, 1,
-                    panel.in + offset * ElementSizeBytes(range.type)},
-                   &leaf, &portions, nullptr);
+    EvaluateScalar(
+        {range.encoding, range.values, range.layout, range.type,
+         panel.first + offset, 1,
+         panel.in + offset * ElementSizeBytes(range.type), range.sums},
+        &leaf, &portions, nullptr);
     sum->Add(portions[0].sums);
   }
 }
@@ -783,10 +789,7 @@ double ErrorSums::MeanRelativeError() const {
   return count == 0 ? 0 : relative_error / static_cast<double>(count);
 }
 
-double ErrorSums::SqnrDb() const {
-  if (squared_error == 0) return std::numeric_limits<double>::infinity();
-  return 10 * std::log10(signal / squared_error);
-}
+double ErrorSums::SqnrDb() const { return Decibels(signal, squared_error); }
 
 double ErrorSums::CosineSimilarity() const {
   if (signal == 0 && reconstructed == 0) return 1;
@@ -836,6 +839,7 @@ Evaluator::Evaluator(const Encoding& encoding, const BlockLayout& layout,
     : encoding_(encoding),
       layout_(layout),
       type_(type),
+      sums_(options.sums),
       values_(std::make_unique<const CodeValues>(encoding)) {
   if (options.per_scale_index) per_scale_index_.resize(layout.scale_count());
   if (options.with_distribution) {
@@ -869,7 +873,8 @@ void Evaluator::Update(int64_t first, int64_t count, const uint8_t* data,
                          type_,
                          first + begin,
                          range_count,
-                         data + begin * ElementSizeBytes(type_)};
+                         data + begin * ElementSizeBytes(type_),
+                         sums_};
   };
   const auto task = [&](int64_t i, int64_t begin, int64_t task_count,
                         ErrorSums* leaves) {

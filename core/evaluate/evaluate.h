@@ -54,11 +54,21 @@ struct ErrorSums {
 // What codes stand for, made ready for the kernels.
 struct CodeValues;
 
+// Which of ErrorSums somebody will look at. What they say has the same bits
+// with either; the others may be anything.
+enum class ErrorSumSet {
+  kAll,
+  // count, non_finite, clipped_low, clipped_high, squared_error, signal and
+  // max_absolute_error: less than half of the work.
+  kNoise,
+};
+
 struct EvaluateOptions {
   // Keep sums per scale index as well.
   bool per_scale_index = false;
   // Keep what ErrorDistribution needs.
   bool with_distribution = false;
+  ErrorSumSet sums = ErrorSumSet::kAll;
 };
 
 // Measures one encoding on one tensor that arrives in order.
@@ -105,6 +115,7 @@ class Evaluator {
   const Encoding& encoding_;
   const BlockLayout& layout_;
   ElementType type_;
+  const ErrorSumSet sums_;
   const std::unique_ptr<const CodeValues> values_;
   ErrorSums overall_;
   std::vector<ErrorSums> per_scale_index_;

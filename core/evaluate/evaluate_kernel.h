@@ -47,6 +47,8 @@ struct EvaluateRange {
   int64_t first;
   int64_t count;
   const uint8_t* in;
+  // What kernels have to add up; they may add up more.
+  ErrorSumSet sums;
 };
 
 // The sums of a run's part within a leaf; of one element where every element

@@ -59,6 +59,8 @@ HWY_INLINE void KeepInMemory(Array& values) {
 // Of Lanes(d) pairs, in the type of D.
 template <class D>
 struct PairErrors {
+  HWY_INLINE PairErrors() {}
+
   // RelativeError where it is finite, otherwise infinite.
   hn::Vec<D> relative;
   // x != 0, x' == 0.
@@ -95,46 +97,63 @@ HWY_INLINE PairErrors<D> ErrorsOf(D d, V x, V y) {
   return errors;
 }
 
-// Sums of the terms of Lanes(d) lanes in float64, and the largest error.
-template <class D>
-struct TermSums {
-  explicit TermSums(D d)
-      : squared(hn::Zero(d)),
-        absolute(hn::Zero(d)),
-        relative(hn::Zero(d)),
-        signal(hn::Zero(d)),
-        reconstructed(hn::Zero(d)),
-        product(hn::Zero(d)),
-        max_absolute(hn::Zero(d)) {}
+// sum + a * b, of float32 values in float64 if kFromFloat: their products are
+// exact, so that a fused step rounds as the product and the sum do. Not every
+// target has a fused step.
+template <bool kFromFloat, class V>
+HWY_INLINE V AddProduct(V sum, V a, V b) {
+  if constexpr (kFromFloat) {
+    return hn::MulAdd(a, b, sum);
+  } else {
+    return hn::Add(sum, hn::Mul(a, b));
+  }
+}
 
-  // kFromFloat: x and y are float32 values, whose products are exact, so that
-  // a fused step rounds as the product and the sum do; the square of the error
-  // is not, and not every target has a fused step.
+// Sums of the terms of ErrorSumSet::kNoise of Lanes(d) lanes in float64.
+template <class D>
+struct NoiseSums {
+  HWY_INLINE explicit NoiseSums(D d)
+      : squared(hn::Zero(d)), signal(hn::Zero(d)), max_absolute(hn::Zero(d)) {}
+
+  // kFromFloat: x and y are float32 values. Returns |y - x|.
   template <bool kFromFloat, class V = hn::Vec<D>>
-  HWY_INLINE void Add(V x, V y, V ratio) {
+  HWY_INLINE V Add(V x, V y) {
     const V error = hn::Abs(hn::Sub(y, x));
-    squared = hn::Add(squared, hn::Mul(error, error));
-    if constexpr (kFromFloat) {
-      signal = hn::MulAdd(x, x, signal);
-      reconstructed = hn::MulAdd(y, y, reconstructed);
-      product = hn::MulAdd(x, y, product);
-    } else {
-      signal = hn::Add(signal, hn::Mul(x, x));
-      reconstructed = hn::Add(reconstructed, hn::Mul(y, y));
-      product = hn::Add(product, hn::Mul(x, y));
-    }
-    absolute = hn::Add(absolute, error);
-    relative = hn::Add(relative, ratio);
+    // The square of an error is not exact.
+    squared = AddProduct<false>(squared, error, error);
+    signal = AddProduct<kFromFloat>(signal, x, x);
     max_absolute = hn::Max(max_absolute, error);
+    return error;
   }
 
   hn::Vec<D> squared;
+  hn::Vec<D> signal;
+  hn::Vec<D> max_absolute;
+};
+
+// Sums of all terms.
+template <class D>
+struct TermSums : NoiseSums<D> {
+  HWY_INLINE explicit TermSums(D d)
+      : NoiseSums<D>(d),
+        absolute(hn::Zero(d)),
+        relative(hn::Zero(d)),
+        reconstructed(hn::Zero(d)),
+        product(hn::Zero(d)) {}
+
+  template <bool kFromFloat, class V = hn::Vec<D>>
+  HWY_INLINE void Add(V x, V y, V ratio) {
+    const V error = NoiseSums<D>::template Add<kFromFloat>(x, y);
+    reconstructed = AddProduct<kFromFloat>(reconstructed, y, y);
+    product = AddProduct<kFromFloat>(product, x, y);
+    absolute = hn::Add(absolute, error);
+    relative = hn::Add(relative, ratio);
+  }
+
   hn::Vec<D> absolute;
   hn::Vec<D> relative;
-  hn::Vec<D> signal;
   hn::Vec<D> reconstructed;
   hn::Vec<D> product;
-  hn::Vec<D> max_absolute;
 };
 
 // The lanes of a leaf in memory.
@@ -410,13 +429,69 @@ class FloatSums {
 
 #endif
 
-// The sums over pairs (x, x') of a leaf or portion; (0, 0) stands for an
-// element that is left out and counted in `counts`.
+// The lanes of ErrorSumSet::kNoise, of `T` float or double.
 template <typename T>
-HWY_INLINE ErrorSums SumPairs(const T* HWY_RESTRICT real,
-                              const T* HWY_RESTRICT restored, int64_t count,
-                              const PairCounts& counts, const Ahead& ahead) {
-  std::conditional_t<std::is_same_v<T, float>, FloatSums, DoubleSums> lanes;
+class NoiseLanes {
+ public:
+  // Adds `count` pairs, a multiple of kSumLanes.
+  HWY_INLINE void Add(const T* HWY_RESTRICT real,
+                      const T* HWY_RESTRICT restored, int64_t count,
+                      const Ahead& ahead) {
+    constexpr bool kFromFloat = std::is_same_v<T, float>;
+    const hn::CappedTag<double, kSumLanes> d;
+    const int64_t vector_lanes = static_cast<int64_t>(hn::Lanes(d));
+    // Two vectors' width of the lanes at a time: the sums fit registers, and
+    // one need not wait for the last addition of the other.
+    for (int64_t lane = 0; lane < kSumLanes; lane += 2 * vector_lanes) {
+      auto low = Load(d, lane);
+      auto high = Load(d, lane + vector_lanes);
+      for (int64_t i = lane; i < count; i += kSumLanes) {
+        if (lane == 0) ahead.Fetch(i);
+        low.template Add<kFromFloat>(LoadDouble(d, real + i),
+                                     LoadDouble(d, restored + i));
+        high.template Add<kFromFloat>(
+            LoadDouble(d, real + i + vector_lanes),
+            LoadDouble(d, restored + i + vector_lanes));
+      }
+      Store(d, low, lane);
+      Store(d, high, lane + vector_lanes);
+    }
+  }
+
+  HWY_INLINE void Finish(ErrorSums* sums) const {
+    sums->squared_error = SumTree(squared_);
+    sums->signal = SumTree(signal_);
+    sums->max_absolute_error =
+        *std::max_element(max_absolute_, max_absolute_ + kSumLanes);
+  }
+
+ private:
+  template <class D>
+  HWY_INLINE NoiseSums<D> Load(D d, int64_t lane) const {
+    NoiseSums<D> sums(d);
+    sums.squared = hn::Load(d, squared_ + lane);
+    sums.signal = hn::Load(d, signal_ + lane);
+    sums.max_absolute = hn::Load(d, max_absolute_ + lane);
+    return sums;
+  }
+  template <class D>
+  HWY_INLINE void Store(D d, const NoiseSums<D>& sums, int64_t lane) {
+    hn::Store(sums.squared, d, squared_ + lane);
+    hn::Store(sums.signal, d, signal_ + lane);
+    hn::Store(sums.max_absolute, d, max_absolute_ + lane);
+  }
+
+  HWY_ALIGN double squared_[kSumLanes] = {};
+  HWY_ALIGN double signal_[kSumLanes] = {};
+  HWY_ALIGN double max_absolute_[kSumLanes] = {};
+};
+
+// Adds `count` pairs to `Lanes`, which take multiples of kSumLanes.
+template <class Lanes, typename T>
+HWY_INLINE ErrorSums SumWith(const T* HWY_RESTRICT real,
+                             const T* HWY_RESTRICT restored, int64_t count,
+                             const Ahead& ahead) {
+  Lanes lanes;
   const int64_t whole = count - count % kSumLanes;
   lanes.Add(real, restored, whole, ahead);
   if (whole < count) {
@@ -429,14 +504,38 @@ HWY_INLINE ErrorSums SumPairs(const T* HWY_RESTRICT real,
   }
   ErrorSums sums;
   lanes.Finish(&sums);
-  if constexpr (std::is_same_v<T, float>) {
+  return sums;
+}
+
+// All sums over pairs (x, x').
+template <typename T>
+HWY_INLINE ErrorSums SumAll(const T* HWY_RESTRICT real,
+                            const T* HWY_RESTRICT restored, int64_t count,
+                            const Ahead& ahead) {
+  if constexpr (std::is_same_v<T, double>) {
+    return SumWith<DoubleSums>(real, restored, count, ahead);
+  } else {
+    ErrorSums sums = SumWith<FloatSums>(real, restored, count, ahead);
     constexpr double kLargest = std::numeric_limits<float>::max();
     if (HWY_UNLIKELY(sums.max_relative_error > kLargest)) {
       LaneSums wide;
       for (int64_t k = 0; k < count; ++k) wide.Add(k, real[k], restored[k]);
       sums = wide.Total();
     }
+    return sums;
   }
+}
+
+// The sums over pairs (x, x') of a leaf or portion; (0, 0) stands for an
+// element that is left out and counted in `counts`.
+template <typename T>
+HWY_INLINE ErrorSums SumPairs(const T* HWY_RESTRICT real,
+                              const T* HWY_RESTRICT restored, int64_t count,
+                              const PairCounts& counts, ErrorSumSet set,
+                              const Ahead& ahead) {
+  ErrorSums sums = set == ErrorSumSet::kNoise
+                       ? SumWith<NoiseLanes<T>>(real, restored, count, ahead)
+                       : SumAll(real, restored, count, ahead);
   sums.count = count - counts.non_finite;
   sums.non_finite = counts.non_finite;
   sums.clipped_low = counts.clipped_low;

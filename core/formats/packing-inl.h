@@ -27,7 +27,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 // OrderWords know.
 template <class DI, class V = hn::Vec<DI>>
 HWY_INLINE hn::Vec<hn::Repartition<int16_t, DI>> PackToWords(DI di, V a, V b) {
-  using Words = hn::Vec<hn::Repartition<int16_t, DI>>;
+  using Words [[maybe_unused]] = hn::Vec<hn::Repartition<int16_t, DI>>;
 #if HWY_ARCH_X86 && HWY_MAX_BYTES == 64
   return Words{_mm512_packs_epi32(a.raw, b.raw)};
 #elif HWY_ARCH_X86 && HWY_MAX_BYTES == 32
@@ -44,7 +44,7 @@ HWY_INLINE hn::Vec<hn::Repartition<int16_t, DI>> PackToWords(DI di, V a, V b) {
 // Words saturated to uint8, in an order that OrderBytes knows.
 template <class DW, class V = hn::Vec<DW>>
 HWY_INLINE hn::Vec<hn::Repartition<uint8_t, DW>> PackToBytes(DW dw, V a, V b) {
-  using Bytes = hn::Vec<hn::Repartition<uint8_t, DW>>;
+  using Bytes [[maybe_unused]] = hn::Vec<hn::Repartition<uint8_t, DW>>;
 #if HWY_ARCH_X86 && HWY_MAX_BYTES == 64
   return Bytes{_mm512_packus_epi16(a.raw, b.raw)};
 #elif HWY_ARCH_X86 && HWY_MAX_BYTES == 32

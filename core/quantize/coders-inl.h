@@ -55,8 +55,7 @@ using FloatVector = hn::Vec<FloatTag>;
 using IntVector = hn::Vec<IntTag>;
 using FloatMask = hn::Mask<FloatTag>;
 
-// To nearest even. Of NaN and numbers beyond int32 the result depends on the
-// target.
+// To nearest even; the lowest int32 of NaN and of numbers beyond int32.
 HWY_INLINE IntVector RoundToInt(FloatVector v) {
 #if HWY_ARCH_X86 && HWY_MAX_BYTES == 64
   return IntVector{_mm512_cvtps_epi32(v.raw)};
@@ -65,7 +64,10 @@ HWY_INLINE IntVector RoundToInt(FloatVector v) {
 #elif HWY_ARCH_X86
   return IntVector{_mm_cvtps_epi32(v.raw)};
 #else
-  return hn::NearestInt(v);
+  const IntTag di;
+  const auto is_int = hn::Lt(v, hn::Set(FloatTag(), 0x1p31f));
+  return hn::IfThenElse(hn::RebindMask(di, is_int), hn::NearestInt(v),
+                        hn::Set(di, std::numeric_limits<int32_t>::min()));
 #endif
 }
 
@@ -269,8 +271,7 @@ class IntegerCoder {
     return hn::AllTrue(ds, hn::Eq(hn::Max(state.largest, span), span));
   }
 
-  // Where RoundToInt makes the lowest int32 of what is not finite.
-  bool CanCount() const { return HWY_ARCH_X86 != 0; }
+  bool CanCount() const { return true; }
 
   HWY_INLINE bool AllOrdinary(const CountingState& state) const {
     const CountTag dc;

@@ -292,7 +292,6 @@ class TaskQuantizer {
       const hn::Rebind<int32_t, D> di;
       const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
       counts_->total += row_count_;
-      bool has_nan = false;
       for (int64_t i = 0; i < row_count_; i += lanes) {
         const auto rows = hn::FirstN(d, row_count_ - i);
         const auto w = hn::Load(d, elements + i);
@@ -505,15 +504,7 @@ absl::Status QuantizeCompensated(const CompensationFactor& factor,
     }
   });
   if (stop.stopped()) return StoppedError();
-  for (int64_t task = 0; task < tasks; ++task) {
-    const QuantizeCounts& c = task_counts[task];
-    if (nan_policy == NanPolicy::kReject &&
-        c.nan + c.positive_infinity + c.negative_infinity > 0) {
-      return FirstNonFinite(task_range(task));
-    }
-    counts->Merge(c);
-  }
-  return absl::OkStatus();
+  return AddTaskCounts(task_counts, task_range, nan_policy, counts);
 }
 
 int64_t CompensatedTaskBytes(int64_t columns, int64_t largest_block) {

@@ -55,6 +55,8 @@ void DivideSimd(const QuantizeRange&, const RangePart&, QuantizeCounts*) {
 // all lanes.
 template <class D>
 struct Quotients {
+  HWY_INLINE Quotients() {}
+
   hn::Vec<D> x;
   hn::Vec<D> rounded;
   // Codes less the zero point.

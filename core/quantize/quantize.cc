@@ -2,13 +2,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <type_traits>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/types/span.h"
 #include "core/errors.h"
 #include "core/formats/grid.h"
 #include "core/formats/number_format.h"
@@ -476,8 +479,8 @@ namespace {
 
 HWY_EXPORT(QuantizeSimd);
 
-}  // namespace
-
+// NON_FINITE_REJECTED, naming the first element that is NaN or infinite.
+// Requires: there is one.
 absl::Status FirstNonFinite(const QuantizeRange& range) {
   int64_t i = 0;
   double value = 0;
@@ -488,6 +491,22 @@ absl::Status FirstNonFinite(const QuantizeRange& range) {
     if (!std::isfinite(value)) break;
   }
   return NonFiniteRejectedError(range.first + i, value);
+}
+
+}  // namespace
+
+absl::Status AddTaskCounts(absl::Span<const QuantizeCounts> tasks,
+                           absl::FunctionRef<QuantizeRange(int64_t)> range_of,
+                           NanPolicy nan_policy, QuantizeCounts* counts) {
+  for (size_t task = 0; task < tasks.size(); ++task) {
+    const QuantizeCounts& c = tasks[task];
+    if (nan_policy == NanPolicy::kReject &&
+        c.nan + c.positive_infinity + c.negative_infinity > 0) {
+      return FirstNonFinite(range_of(static_cast<int64_t>(task)));
+    }
+    counts->Merge(c);
+  }
+  return absl::OkStatus();
 }
 
 void QuantizeCounts::Merge(const QuantizeCounts& other) {
@@ -531,15 +550,7 @@ absl::Status Quantize(const Encoding& encoding, const BlockLayout& layout,
     }
   };
   ParallelFor(pool, tasks, run_task);
-  for (int64_t task = 0; task < tasks; ++task) {
-    const QuantizeCounts& c = task_counts[task];
-    if (nan_policy == NanPolicy::kReject &&
-        c.nan + c.positive_infinity + c.negative_infinity > 0) {
-      return FirstNonFinite(task_range(task));
-    }
-    counts->Merge(c);
-  }
-  return absl::OkStatus();
+  return AddTaskCounts(task_counts, task_range, nan_policy, counts);
 }
 
 }  // namespace quantd::core

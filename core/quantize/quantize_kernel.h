@@ -6,7 +6,9 @@
 
 #include <cstdint>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/types/span.h"
 #include "core/formats/number_format.h"
 #include "core/quantize/quantize.h"
 #include "core/types/block_layout.h"
@@ -61,9 +63,13 @@ void QuantizeByDivision(const QuantizeRange& range, const RangePart& part,
 // kReject is left to the caller, who sees the counts.
 void QuantizeScalar(const QuantizeRange& range, QuantizeCounts* counts);
 
-// NON_FINITE_REJECTED, naming the first element that is NaN or infinite.
-// Requires: there is one.
-absl::Status FirstNonFinite(const QuantizeRange& range);
+// Adds what tasks counted, in their order.
+// `range_of(task)`  what the task quantized.
+// Errors: NON_FINITE_REJECTED with kReject, naming the first element that is
+// NaN or infinite.
+absl::Status AddTaskCounts(absl::Span<const QuantizeCounts> tasks,
+                           absl::FunctionRef<QuantizeRange(int64_t)> range_of,
+                           NanPolicy nan_policy, QuantizeCounts* counts);
 
 }  // namespace quantd::core
 

@@ -71,6 +71,9 @@ class ExactSum {
                        [](int64_t limb) { return limb == 0; });
   }
   bool is_negative() const { return limbs_.back() < 0; }
+  friend bool operator==(const ExactSum& a, const ExactSum& b) {
+    return a.limbs_ == b.limbs_;
+  }
 
   // To nearest even.
   double ToDouble() const {

@@ -123,6 +123,10 @@ constexpr bool kHasGroups = true;
 // The extremes of a vector of groups, or of parts of them.
 template <class D>
 struct VectorExtremes {
+  HWY_INLINE VectorExtremes() {}
+  HWY_INLINE VectorExtremes(hn::Vec<D> min, hn::Vec<D> max)
+      : min(min), max(max) {}
+
   hn::Vec<D> min;
   hn::Vec<D> max;
 };

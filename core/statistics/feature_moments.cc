@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/numeric/int128.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -16,6 +17,7 @@
 #include "core/simd_internal.h"
 #include "core/statistics/bin_table.h"
 #include "core/statistics/exact_sum.h"
+#include "core/statistics/histogram.h"
 #include "core/types/block_layout.h"
 #include "core/types/element_type.h"
 #include "core/types/float_convert.h"
@@ -348,6 +350,18 @@ absl::Status FromExactSums(absl::string_view what, const ExactSums& sums,
     }
   }
   return absl::OkStatus();
+}
+
+// Adds an integer times 2^exponent, and carries.
+template <typename SumT>
+void AddWide(absl::uint128 integer, bool is_negative, int exponent, SumT* sum) {
+  constexpr int kBits = 32;
+  for (; integer != 0; integer >>= kBits, exponent += kBits) {
+    const auto part =
+        static_cast<double>(absl::Uint128Low64(integer) & 0xFFFFFFFF);
+    sum->Add(std::ldexp(is_negative ? -part : part, exponent));
+  }
+  sum->Carry();
 }
 
 bool SameSums(const ExactSums& a, const ExactSums& b) {
@@ -685,19 +699,20 @@ void FeatureMoments::Update(const FeatureAxis& axis, ElementType type,
   if (position < end) add_rows(position, 1, end - position);
 }
 
-void FeatureMoments::Merge(const FeatureMoments& other) {
-  for (int64_t i = 0; i < feature_count_; ++i) {
+void FeatureMoments::Merge(const FeatureMoments& other, int64_t first) {
+  for (int64_t k = 0; k < other.feature_count_; ++k) {
+    const int64_t i = first + k;
     Settle(i);
     Totals totals = SettledTotals(i);
-    const Totals more = other.SettledTotals(i);
+    const Totals more = other.SettledTotals(k);
     totals.sum.Add(more.sum);
     totals.square_sum.Add(more.square_sum);
     totals.sum.Carry();
     totals.square_sum.Carry();
     totals_[i] = totals;
     adds_[i] = 0;
-    seen_[i] += other.seen_[i];
-    left_out_[i] += other.left_out_[i];
+    seen_[i] += other.seen_[k];
+    left_out_[i] += other.left_out_[k];
   }
 }
 
@@ -707,6 +722,35 @@ double FeatureMoments::sum(int64_t feature) const {
 
 double FeatureMoments::square_sum(int64_t feature) const {
   return SettledTotals(feature).square_sum.ToDouble();
+}
+
+bool FeatureMoments::AddUpTo(absl::Span<const Histogram> histograms) const {
+  Totals features;
+  for (int64_t i = 0; i < feature_count_; ++i) {
+    const Totals totals = SettledTotals(i);
+    features.sum.Add(totals.sum);
+    features.square_sum.Add(totals.square_sum);
+    features.sum.Carry();
+    features.square_sum.Carry();
+  }
+  Totals elements;
+  for (const Histogram& histogram : histograms) {
+    histogram.ForEachBin([&](uint32_t key, const HistogramBin& bin) {
+      const BinEdges edges = HistogramBinEdges(key, histogram.mantissa_bits());
+      // x = (lowest + low) * unit, with an integer below 2^24.
+      const absl::uint128 lowest =
+          static_cast<uint64_t>(std::llround(edges.base / edges.unit));
+      const int exponent = std::ilogb(edges.unit);
+      const absl::uint128 low_sum = bin.low_sum;
+      AddWide(bin.count * lowest + low_sum, edges.unit < 0, exponent,
+              &elements.sum);
+      AddWide(bin.count * lowest * lowest + 2 * lowest * low_sum +
+                  bin.low_square_sum,
+              false, 2 * exponent, &elements.square_sum);
+    });
+  }
+  return features.sum == elements.sum &&
+         features.square_sum == elements.square_sum;
 }
 
 FeatureMoments::Parts FeatureMoments::ToParts() const {

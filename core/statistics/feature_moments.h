@@ -12,6 +12,7 @@
 #include "absl/types/span.h"
 #include "core/parallel/thread_pool.h"
 #include "core/statistics/exact_sum.h"
+#include "core/statistics/histogram.h"
 #include "core/statistics/line_allocator.h"
 #include "core/types/element_type.h"
 
@@ -67,8 +68,9 @@ class FeatureMoments {
   void Update(const FeatureAxis& axis, ElementType type, int64_t first,
               int64_t count, const uint8_t* data, ThreadPool* pool);
 
-  // Requires: the same feature count; no count passes kMaxCount.
-  void Merge(const FeatureMoments& other);
+  // Adds those of features [first, first + other.feature_count()).
+  // Requires: there are so many features; no count passes kMaxCount.
+  void Merge(const FeatureMoments& other, int64_t first = 0);
 
   int64_t feature_count() const { return feature_count_; }
   // Finite elements of a feature.
@@ -80,6 +82,11 @@ class FeatureMoments {
   // To nearest even.
   double sum(int64_t feature) const;
   double square_sum(int64_t feature) const;
+
+  // Whether all features together have the sums of the elements in histograms,
+  // to the last bit.
+  // Requires: no histogram has more elements than MaxElementCount.
+  bool AddUpTo(absl::Span<const Histogram> histograms) const;
 
   // What the moments take in memory. Takes constant time.
   int64_t memory_bytes() const { return MemoryBytes(feature_count_); }

@@ -150,6 +150,26 @@ bool IsFinite(const float* in, int64_t count) {
   return hn::AllFalse(d, hn::IsNaN(sum)) && IsFiniteScalar(in + i, count - i);
 }
 
+// sum + a[0] * b[0] + a[1] * b[1] in each lane, of the two int16 in it.
+template <class D, class V = hn::Vec<D>,
+          class W = hn::Vec<hn::Repartition<int16_t, D>>>
+HWY_INLINE V AddProductsOfPairs(D d, W a, W b, V sum) {
+#if HWY_ARCH_X86
+  V unused = hn::Zero(d);
+  return hn::ReorderWidenMulAccumulate(d, a, b, sum, unused);
+#else
+  // There it adds the products of other pairs to two sums.
+  const auto first = [&](W v) HWY_ATTR {
+    return hn::ShiftRight<16>(hn::ShiftLeft<16>(hn::BitCast(d, v)));
+  };
+  const auto second = [&](W v) HWY_ATTR {
+    return hn::ShiftRight<16>(hn::BitCast(d, v));
+  };
+  return hn::Add(hn::Add(sum, hn::Mul(first(a), first(b))),
+                 hn::Mul(second(a), second(b)));
+#endif
+}
+
 // Adds the products of kRows features from `i` on and two vectors of features
 // from `j` on.
 template <int64_t kRows, class D>
@@ -168,7 +188,6 @@ HWY_INLINE void MultiplyBlock(D d, const int16_t* HWY_RESTRICT a,
       sum0[r] = hn::Zero(d);
       sum1[r] = hn::Zero(d);
     }
-    hn::Vec<D> unused = hn::Zero(d);
     const int64_t end = std::min(first + kPairs, pairs);
     for (int64_t pair = first; pair < end; ++pair) {
       const int16_t* pair_b = b + pair * 2 * kPanel;
@@ -179,11 +198,8 @@ HWY_INLINE void MultiplyBlock(D d, const int16_t* HWY_RESTRICT a,
         int32_t two;
         std::memcpy(&two, pair_a + 2 * r, sizeof(two));
         const auto broadcast = hn::BitCast(d16, hn::Set(d, two));
-        // Sums of two neighbouring products.
-        sum0[r] =
-            hn::ReorderWidenMulAccumulate(d, broadcast, b0, sum0[r], unused);
-        sum1[r] =
-            hn::ReorderWidenMulAccumulate(d, broadcast, b1, sum1[r], unused);
+        sum0[r] = AddProductsOfPairs(d, broadcast, b0, sum0[r]);
+        sum1[r] = AddProductsOfPairs(d, broadcast, b1, sum1[r]);
       }
     }
     const auto add = [&](hn::Vec<D> sum, int64_t* to) HWY_ATTR {

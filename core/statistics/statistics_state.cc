@@ -12,6 +12,7 @@
 #include "core/errors.h"
 #include "core/statistics/feature_moments.h"
 #include "core/types/block_layout.h"
+#include "core/types/tensor_slice.h"
 
 namespace quantd::core {
 
@@ -29,11 +30,14 @@ std::vector<int64_t> CanonicalBlockSize(absl::Span<const int64_t> block_size) {
   return {};
 }
 
-absl::Status CheckElementCounts(const StatisticsState& state) {
+absl::Status CheckElementCounts(const StatisticsState& state,
+                                const TensorSlice* slice) {
   const TensorStatistics& statistics = state.statistics;
   const int64_t total = statistics.counts().total;
   if (total == 0) return absl::OkStatus();
-  if (absl::c_linear_search(state.shape, 0)) {
+  const absl::Span<const int64_t> extents =
+      slice == nullptr ? state.shape : slice->shape;
+  if (absl::c_linear_search(extents, 0)) {
     return StatisticsInvalidError(
         absl::StrCat("the statistics are of ", total,
                      " elements, expected none in a dimension of 0"));
@@ -43,7 +47,7 @@ absl::Status CheckElementCounts(const StatisticsState& state) {
   // Elements with the same place in the dimensions that are not split.
   int64_t split_size = 1;
   for (size_t d = 0; d < state.block_size.size(); ++d) {
-    if (state.block_size[d] != 0) split_size *= state.shape[d];
+    if (state.block_size[d] != 0) split_size *= extents[d];
   }
   if (total % split_size != 0) {
     return StatisticsInvalidError(absl::StrCat(
@@ -57,7 +61,10 @@ absl::Status CheckElementCounts(const StatisticsState& state) {
     for (size_t d = 0; d < state.block_size.size(); ++d) {
       const int64_t block = state.block_size[d];
       if (block == 0) continue;
-      expected *= std::min(block, state.shape[d] - at[d] * block);
+      const int64_t first = slice == nullptr ? 0 : slice->offset[d];
+      const int64_t begin = std::max(at[d] * block, first);
+      const int64_t end = std::min((at[d] + 1) * block, first + extents[d]);
+      expected *= std::max<int64_t>(0, end - begin);
     }
     const auto finite =
         static_cast<int64_t>(statistics.histograms()[i].count());
@@ -70,6 +77,55 @@ absl::Status CheckElementCounts(const StatisticsState& state) {
     for (size_t d = at.size(); d-- > 0;) {
       if (++at[d] < layout.scale_shape()[d]) break;
       at[d] = 0;
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckMoments(const StatisticsState& state,
+                          const TensorSlice* slice) {
+  const FeatureMoments& moments = state.moments->moments;
+  const auto axis = static_cast<size_t>(state.moments->axis);
+  const int64_t first = slice == nullptr ? 0 : slice->offset[axis];
+  const int64_t count =
+      slice == nullptr ? moments.feature_count() : slice->shape[axis];
+  const ElementCounts& counts = state.statistics.counts();
+  int64_t left_out = 0;
+  for (int64_t i = 0; i < moments.feature_count(); ++i) {
+    const int64_t expected =
+        i >= first && i < first + count ? counts.total / count : 0;
+    const int64_t got = moments.count(i) + moments.left_out(i);
+    if (got != expected) {
+      return StatisticsInvalidError(
+          absl::StrCat("feature ", i, " has moments of ", got,
+                       " elements, expected ", expected));
+    }
+    left_out += moments.left_out(i);
+  }
+  const int64_t non_finite =
+      counts.nan + counts.positive_infinity + counts.negative_infinity;
+  if (counts.total % std::max<int64_t>(1, count) != 0 ||
+      left_out != non_finite) {
+    return StatisticsInvalidError(absl::StrCat(
+        "the moments leave ", left_out, " elements out, expected the ",
+        non_finite, " of ", counts.total, " that are not finite"));
+  }
+  if (!moments.AddUpTo(state.statistics.histograms())) {
+    return StatisticsInvalidError(
+        "the moments of all features do not add up to the sums of the "
+        "histograms");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckComplete(const StatisticsState& state) {
+  const TensorStatistics& statistics = state.statistics;
+  if (statistics.counts().total == 0) return absl::OkStatus();
+  for (int64_t i = 0; i < statistics.scale_count(); ++i) {
+    if (statistics.extremes()[i].empty() && !statistics.has_non_finite(i)) {
+      return StatisticsIncompleteError(absl::StrCat(
+          "no element of scale index ", i, " of ", statistics.scale_count(),
+          " was contributed, expected all slices of the tensor"));
     }
   }
   return absl::OkStatus();

@@ -15,6 +15,7 @@
 #include "core/statistics/feature_moments.h"
 #include "core/statistics/gram_state.h"
 #include "core/statistics/tensor_statistics.h"
+#include "core/types/tensor_slice.h"
 
 namespace quantd::core {
 
@@ -46,13 +47,27 @@ int64_t MaxElementCount(int mantissa_bits);
 // The same granularity in its one form: empty when every entry is 0.
 std::vector<int64_t> CanonicalBlockSize(absl::Span<const int64_t> block_size);
 
-// Checks that the elements are those of whole tensors: as many for each scale
-// index as its blocks have, all of them finite unless it has others. The
-// extents of dimensions that are not split are free, because tensors may differ
-// in them.
+// Checks that the elements are those of whole tensors, or of slices: as many
+// for each scale index as its blocks have there, all of them finite unless it
+// has others. The extents of dimensions that are not split are free, because
+// tensors may differ in them.
+// `slice`  null for whole tensors; of state.shape, and valid.
 // Requires: histograms; the block size is valid for the shape.
 // Errors: STATISTICS_INVALID.
-absl::Status CheckElementCounts(const StatisticsState& state);
+absl::Status CheckElementCounts(const StatisticsState& state,
+                                const TensorSlice* slice = nullptr);
+
+// Checks that the moments can be those of the elements: as many of each feature
+// of the slice, and of no other, and together with the same sums.
+// Requires: moments; CheckElementCounts.
+// Errors: STATISTICS_INVALID.
+absl::Status CheckMoments(const StatisticsState& state,
+                          const TensorSlice* slice = nullptr);
+
+// Checks that no slice of the tensor is missing: each scale index has an
+// element, unless there is none at all.
+// Errors: STATISTICS_INCOMPLETE.
+absl::Status CheckComplete(const StatisticsState& state);
 
 // Checks that `part` may be merged into `whole`: the same block size, rank,
 // mantissa bits, and extent of every dimension that the block size divides, and

@@ -23,8 +23,8 @@ namespace quantd::server {
 // its own length and shorter:
 //
 // - In a burst it may wait for `max_delay`.
-// - When the workers stay busy it may wait for about half of what it takes
-//   itself.
+// - When the workers stay busy it may wait for 0.65 - 0.5 / threads of what it
+//   takes itself, but at least for a millisecond.
 //
 // What counts is the work that is left: what a tensor was taken for, corrected
 // by what others took, minus the processor time that it has had.

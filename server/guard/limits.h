@@ -24,6 +24,9 @@ struct Limits {
   int64_t metrics_count = int64_t{1} << 14;
   // The stored statistics of one source of one tensor.
   int64_t statistics_bytes = int64_t{64} << 20;
+  // Features that a new Gram matrix sees together; a multiple of
+  // core::GramState::kPartUnit.
+  int64_t gram_features = 8192;
   // Everything that requests make the server hold.
   int64_t memory_budget_bytes = int64_t{1} << 30;
   // How long a tensor waits for room in the memory budget.

@@ -41,9 +41,9 @@ absl::StatusOr<StoredEncoding> TenantEncodingStore::Put(
     const EncodingKey& key, std::shared_ptr<const core::Encoding> encoding,
     const Precondition& precondition) {
   if (absl::Status s = principal_->CheckWrite(key.model); !s.ok()) return s;
-  return inner_->Put(
-      key, std::move(encoding),
-      {precondition.if_match, principal_->AccountFor(key.model)});
+  return inner_->Put(key, std::move(encoding),
+                     {precondition.if_match, principal_->AccountFor(key.model),
+                      precondition.provenance});
 }
 
 absl::Status TenantEncodingStore::Delete(const EncodingKey& key,
@@ -64,7 +64,8 @@ absl::StatusOr<std::unique_ptr<EncodingWriter>> TenantEncodingStore::OpenWriter(
   if (absl::Status s = principal_->CheckWrite(key.model); !s.ok()) return s;
   return inner_->OpenWriter(
       key, std::move(outline), has_zero_points,
-      {precondition.if_match, principal_->AccountFor(key.model)});
+      {precondition.if_match, principal_->AccountFor(key.model),
+       precondition.provenance});
 }
 
 absl::StatusOr<PublishedRevision> TenantEncodingStore::PublishRevision(

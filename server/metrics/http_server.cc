@@ -52,6 +52,18 @@ struct Response {
 constexpr absl::string_view kPlainText = "text/plain; charset=utf-8";
 constexpr absl::string_view kMetricsText =
     "text/plain; version=0.0.4; charset=utf-8";
+constexpr absl::string_view kHtml = "text/html; charset=utf-8";
+
+// What there is, for people.
+constexpr absl::string_view kContents =
+    "<!DOCTYPE html>\n<html lang=\"en\"><title>quantd</title>\n"
+    "<h1>quantd</h1>\n<ul>\n"
+    "<li><a href=\"/metrics\">/metrics</a>: for Prometheus</li>\n"
+    "<li><a href=\"/healthz\">/healthz</a>: whether the process has to be "
+    "restarted</li>\n"
+    "<li><a href=\"/readyz\">/readyz</a>: whether it takes calls; "
+    "<a href=\"/readyz?exclude=store\">without the store</a></li>\n"
+    "</ul></html>\n";
 
 // Shares the body.
 absl::Cord ToText(const Response& response, bool with_body) {
@@ -275,11 +287,15 @@ absl::Cord HttpServer::Answer(absl::string_view request, absl::Cord* metrics) {
   const auto [path, query] = target;
   Response response{404, "Not Found", kPlainText, absl::Cord("not found\n"),
                     ""};
-  if (path == "/metrics" || path == "/healthz" || path == "/readyz") {
+  if (path == "/" || path == "/metrics" || path == "/healthz" ||
+      path == "/readyz") {
     response = {200, "OK", kPlainText, absl::Cord("ok\n"), ""};
     if (method != "GET" && method != "HEAD") {
       response = {405, "Method Not Allowed", kPlainText,
                   absl::Cord("expected GET or HEAD\n"), "Allow: GET, HEAD\r\n"};
+    } else if (path == "/") {
+      response.content_type = kHtml;
+      response.body = absl::Cord(kContents);
     } else if (path == "/metrics") {
       response.content_type = kMetricsText;
       if (metrics->empty()) {

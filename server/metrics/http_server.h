@@ -24,6 +24,7 @@
 namespace quantd::server {
 
 // Answers GET and HEAD of
+//   /         a page with links to the others
 //   /metrics  the Prometheus text format 0.0.4
 //   /healthz  200, or 503 and why the process has to be restarted
 //   /readyz   200, or 503 and the reason. /readyz?exclude=store does not ask

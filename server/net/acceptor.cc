@@ -18,7 +18,7 @@ absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Start(
   std::unique_ptr<Acceptor> acceptor(
       new Acceptor(std::move(ports), std::move(on_exhausted)));
   if (acceptor->stop_.fd() < 0) {
-    return core::ListenError("a descriptor to stop by");
+    return core::ListenError("any address", "no descriptor is left");
   }
   acceptor->thread_ = std::thread([a = acceptor.get()] { a->Run(); });
   return acceptor;

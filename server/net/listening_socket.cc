@@ -29,6 +29,13 @@
 namespace quantd::server {
 namespace {
 
+constexpr absl::string_view kInUse = "address already in use";
+
+std::string WhyNot(int error_number) {
+  return error_number == EADDRINUSE ? std::string(kInUse)
+                                    : std::strerror(error_number);
+}
+
 // Somebody takes connections at a unix socket.
 bool IsServed(const sockaddr_un& address, int type) {
   const FileDescriptor probe(
@@ -133,10 +140,15 @@ FileDescriptor BindTcp(const PeerAddress& local) {
 
 absl::StatusOr<std::unique_ptr<ListeningSocket>> ListeningSocket::Unix(
     const std::string& path, int type) {
-  const absl::Status error = core::ListenError(absl::StrCat("unix:", path));
+  const auto error = [&path](absl::string_view why) {
+    return core::ListenError(absl::StrCat("unix:", path), why);
+  };
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  if (path.empty() || path.size() >= sizeof(address.sun_path)) return error;
+  if (path.empty() || path.size() >= sizeof(address.sun_path)) {
+    return error(absl::StrCat("expected a path of 1 to ",
+                              sizeof(address.sun_path) - 1, " bytes"));
+  }
   path.copy(address.sun_path, path.size());
   // Of two that start at once, one looks when the other serves. Without the
   // right to read the folder there is no such order.
@@ -149,7 +161,7 @@ absl::StatusOr<std::unique_ptr<ListeningSocket>> ListeningSocket::Unix(
   if (folder_lock.get() >= 0) flock(folder_lock.get(), LOCK_EX);
   struct stat file {};
   if (lstat(path.c_str(), &file) == 0 && S_ISSOCK(file.st_mode)) {
-    if (IsServed(address, type)) return error;
+    if (IsServed(address, type)) return error(kInUse);
     unlink(path.c_str());
   }
   FileDescriptor listening(
@@ -157,20 +169,21 @@ absl::StatusOr<std::unique_ptr<ListeningSocket>> ListeningSocket::Unix(
   if (listening.get() < 0 ||
       bind(listening.get(), reinterpret_cast<const sockaddr*>(&address),
            sizeof(address)) != 0) {
-    return error;
+    return error(WhyNot(errno));
   }
   std::unique_ptr<ListeningSocket> bound(
       new ListeningSocket(std::move(listening), path));
-  if (listen(bound->fd(), SOMAXCONN) != 0) return error;
+  if (listen(bound->fd(), SOMAXCONN) != 0) return error(WhyNot(errno));
   return bound;
 }
 
 absl::StatusOr<std::vector<std::unique_ptr<ListeningSocket>>>
 ListeningSocket::Tcp(const std::string& address) {
-  const absl::Status error = core::ListenError(address);
   std::string host;
   int port = 0;
-  if (!Split(address, &host, &port)) return error;
+  if (!Split(address, &host, &port)) {
+    return core::ListenError(address, "no host:port");
+  }
   std::vector<PeerAddress> locals = Resolve(host);
   if (!locals.empty() && IsWildcard(locals[0])) {
     // Where there is no IPv6, what was asked for remains.
@@ -178,12 +191,17 @@ ListeningSocket::Tcp(const std::string& address) {
   }
   std::vector<std::unique_ptr<ListeningSocket>> sockets;
   const bool any_port = port == 0;
+  std::string why = "the host has no address";
   for (PeerAddress& local : locals) {
     SetPort(&local, port);
     FileDescriptor socket = BindTcp(local);
     if (socket.get() < 0) {
       // Another server's, or an address that this machine does not have.
-      if (errno == EADDRINUSE && !any_port) return error;
+      const int error_number = errno;
+      why = WhyNot(error_number);
+      if (error_number == EADDRINUSE && !any_port) {
+        return core::ListenError(address, why);
+      }
       continue;
     }
     sockets.push_back(std::unique_ptr<ListeningSocket>(
@@ -191,7 +209,7 @@ ListeningSocket::Tcp(const std::string& address) {
     port = sockets[0]->port();
     if (IsWildcard(local)) break;
   }
-  if (sockets.empty()) return error;
+  if (sockets.empty()) return core::ListenError(address, why);
   return sockets;
 }
 

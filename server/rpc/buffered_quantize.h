@@ -56,8 +56,8 @@ class BufferedQuantizeJob : public TensorJob {
         break;
       }
       case Step::kPut: {
-        absl::StatusOr<StoredEncoding> stored = task_.store->Put(
-            *task_.store_key, resolved_.encoding, Precondition());
+        absl::StatusOr<StoredEncoding> stored =
+            task_.store->Put(*task_.store_key, resolved_.encoding, task_.put);
         if (!stored.ok()) return stored.status();
         resolved_.etag = stored->etag;
         OpenAnswer(out);

@@ -24,10 +24,15 @@
 #include "core/statistics/gram_state.h"
 #include "core/statistics/histogram.h"
 #include "core/statistics/statistics_state.h"
+#include "core/statistics/tensor_statistics.h"
+#include "core/types/block_layout.h"
+#include "core/types/tensor_slice.h"
 #include "quantd/v1/quantization_service.pb.h"
+#include "server/guard/limits.h"
 #include "server/guard/memory_budget.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/encoding_source.h"
+#include "server/rpc/provenance.h"
 #include "server/rpc/state_receiver.h"
 #include "server/rpc/stored_calibration.h"
 #include "server/rpc/stored_encoding_proto.h"
@@ -60,7 +65,11 @@ struct GramTask {
 struct MomentsTask {
   // From 0 on.
   int64_t axis = 0;
+  // Of the elements that come.
   core::FeatureAxis features{};
+  // Of the whole tensor, and where those features are among them.
+  int64_t global_count = 0;
+  int64_t first = 0;
 };
 
 // What to keep of features.
@@ -94,10 +103,22 @@ struct CalibrateTask {
   absl::optional<core::EncodingSpec> spec;
   // Of the ranges in the spec.
   std::shared_ptr<const MemoryBudget::Lease> spec_lease;
+  // As it was asked for.
+  v1::EncodingSpec told_spec;
   absl::optional<CheckedContribution> contribution;
-  // Of the statistics that are gathered.
+  // Of the statistics that are gathered: of a slice, of its own blocks.
   std::shared_ptr<const core::BlockLayout> layout;
   int mantissa_bits = TensorAccumulator::kNoHistograms;
+  // Of the whole tensor; with a contribution.
+  int64_t scale_count = 0;
+
+  // What the statistics of the whole take beside those of a slice, but for the
+  // elements.
+  int64_t WholeStatisticsBytes() const {
+    constexpr int64_t kBytesPerScale =
+        sizeof(core::Extremes) + sizeof(core::Histogram);
+    return description.slice.has_value() ? scale_count * kBytesPerScale : 0;
+  }
 
   // Null if no moments are kept.
   const MomentsTask* moments() const {
@@ -115,31 +136,39 @@ absl::Status ContributionInvalid(absl::string_view what,
 
 // Errors are at the fields of a FeatureStatistics.
 absl::StatusOr<absl::optional<MomentsTask>> ParseMomentsTask(
-    const v1::FeatureStatistics& proto, absl::Span<const int64_t> shape) {
+    const v1::FeatureStatistics& proto, const TensorDescription& description) {
   if (!proto.moments()) return absl::optional<MomentsTask>();
   const int64_t axis = proto.has_axis() ? proto.axis() : -1;
   absl::StatusOr<core::FeatureAxis> features =
-      core::FeatureAxis::Create(shape, axis);
+      core::FeatureAxis::Create(description.shape, axis);
   if (!features.ok()) {
     return ContributionInvalid(core::ErrorText(features.status()), "axis");
   }
+  MomentsTask task;
+  task.axis =
+      axis < 0 ? axis + static_cast<int64_t>(description.shape.size()) : axis;
+  task.features = *features;
+  task.global_count = description.global_shape()[task.axis];
+  if (description.slice.has_value()) {
+    task.first = description.slice->offset[task.axis];
+  }
   constexpr int64_t kMaxFeatures = int64_t{1} << 16;
-  if (features->count == 0 || features->count > kMaxFeatures) {
+  if (task.global_count == 0 || task.global_count > kMaxFeatures) {
     return ContributionInvalid(
-        absl::StrCat("moments of ", features->count,
+        absl::StrCat("moments of ", task.global_count,
                      " features, expected 1 to ", kMaxFeatures),
         "moments");
   }
   // There is no element to add.
-  if (absl::c_linear_search(shape, 0)) return absl::optional<MomentsTask>();
-  const auto rank = static_cast<int64_t>(shape.size());
-  return absl::optional<MomentsTask>(
-      MomentsTask{axis < 0 ? axis + rank : axis, *features});
+  if (description.element_count == 0) return absl::optional<MomentsTask>();
+  return absl::optional<MomentsTask>(task);
 }
 
 // Errors are at the fields of a FeatureStatistics.
 absl::StatusOr<absl::optional<GramTask>> CheckGram(
-    const v1::FeatureStatistics& proto, absl::Span<const int64_t> shape) {
+    const Limits& limits, const v1::FeatureStatistics& proto,
+    const TensorDescription& description) {
+  const std::vector<int64_t>& shape = description.shape;
   if (!proto.gram()) {
     if (proto.step_exponent_size() > 0 || proto.max_part() != 0) {
       return ContributionInvalid("step_exponent or max_part without gram",
@@ -170,8 +199,19 @@ absl::StatusOr<absl::optional<GramTask>> CheckGram(
                      " features, expected at most ", kMaxFeatures),
         "gram");
   }
+  if (description.slice.has_value() &&
+      !description.slice->HasWhole(static_cast<size_t>(last))) {
+    return ContributionInvalid(
+        absl::StrCat("a Gram matrix of a slice with ", task.feature_count,
+                     " of ", description.slice->global_shape.back(),
+                     " features, expected whole rows: the products with the "
+                     "features of other slices would be missing. Gather the "
+                     "rows, keep moments, or contribute each slice as a "
+                     "tensor of its own"),
+        "gram");
+  }
   // There is no row to add.
-  if (absl::c_linear_search(shape, 0)) return absl::optional<GramTask>();
+  if (description.element_count == 0) return absl::optional<GramTask>();
   if (proto.step_exponent_size() != 0 &&
       proto.step_exponent_size() != task.feature_count) {
     return ContributionInvalid(
@@ -189,14 +229,14 @@ absl::StatusOr<absl::optional<GramTask>> CheckGram(
           "step_exponent");
     }
   }
-  const int64_t max_part = proto.max_part() == 0 ? core::GramState::kMaxPart
-                                                 : int64_t{proto.max_part()};
+  const int64_t max_part =
+      proto.max_part() == 0 ? limits.gram_features : int64_t{proto.max_part()};
   if (max_part % core::GramState::kPartUnit != 0 ||
-      max_part > core::GramState::kMaxPart) {
+      max_part > limits.gram_features) {
     return ContributionInvalid(
         absl::StrCat("max_part is ", max_part, ", expected a multiple of ",
                      core::GramState::kPartUnit, ", at most ",
-                     core::GramState::kMaxPart),
+                     limits.gram_features, ", this server's --gram-features"),
         "max_part");
   }
   task.exponents.assign(proto.step_exponent().begin(),
@@ -206,22 +246,25 @@ absl::StatusOr<absl::optional<GramTask>> CheckGram(
 }
 
 // Errors are at the fields of a FeatureStatistics.
-absl::StatusOr<FeatureTask> CheckFeatures(const v1::FeatureStatistics& proto,
-                                          absl::Span<const int64_t> shape) {
+absl::StatusOr<FeatureTask> CheckFeatures(
+    const Limits& limits, const v1::FeatureStatistics& proto,
+    const TensorDescription& description) {
   if (proto.has_axis() && !proto.gram() && !proto.moments()) {
     return ContributionInvalid("an axis without gram or moments", "axis");
   }
-  absl::StatusOr<absl::optional<GramTask>> gram = CheckGram(proto, shape);
+  absl::StatusOr<absl::optional<GramTask>> gram =
+      CheckGram(limits, proto, description);
   if (!gram.ok()) return gram.status();
   absl::StatusOr<absl::optional<MomentsTask>> moments =
-      ParseMomentsTask(proto, shape);
+      ParseMomentsTask(proto, description);
   if (!moments.ok()) return moments.status();
   return FeatureTask{*std::move(gram), *std::move(moments)};
 }
 
 // Errors are at the fields of a Contribution.
 absl::StatusOr<CheckedContribution> CheckContribution(
-    const v1::Contribution& proto, absl::Span<const int64_t> shape) {
+    const Limits& limits, const v1::Contribution& proto,
+    const TensorDescription& description) {
   CheckedContribution checked;
   if (absl::Status s = CheckPathName("source", proto.source()); !s.ok()) {
     return ContributionInvalid(core::ErrorText(s), "source");
@@ -259,16 +302,13 @@ absl::StatusOr<CheckedContribution> CheckContribution(
         "state_bytes");
   }
   checked.state_bytes = static_cast<int64_t>(proto.state_bytes());
-  absl::StatusOr<FeatureTask> features = CheckFeatures(proto.features(), shape);
+  absl::StatusOr<FeatureTask> features =
+      CheckFeatures(limits, proto.features(), description);
   if (!features.ok()) return core::WithField(features.status(), "features");
   if (checked.state_bytes > 0 && features->gram.has_value() &&
       features->gram->exponents.empty()) {
     return ContributionInvalid("no step_exponent, expected those of the state",
                                "features.step_exponent");
-  }
-  if (checked.state_bytes > 0 && features->moments.has_value()) {
-    return ContributionInvalid(
-        "moments with state_bytes, expected the elements", "features.moments");
   }
   checked.features = *std::move(features);
   checked.key.source = proto.source();
@@ -286,7 +326,7 @@ absl::StatusOr<CheckedContribution> CheckContribution(
         "granularity");
   } else {
     absl::StatusOr<std::vector<int64_t>> block_size = core::ResolveGranularity(
-        GranularityFromProto(proto.granularity()), shape);
+        GranularityFromProto(proto.granularity()), description.global_shape());
     if (!block_size.ok()) {
       return core::WithField(block_size.status(), "granularity");
     }
@@ -295,12 +335,22 @@ absl::StatusOr<CheckedContribution> CheckContribution(
   return checked;
 }
 
-absl::Status SetLayout(const RpcEnvironment& env,
-                       absl::Span<const int64_t> block_size,
+absl::Status SetLayout(absl::Span<const int64_t> block_size,
                        CalibrateTask* task) {
+  const TensorDescription& description = task->description;
   absl::StatusOr<core::BlockLayout> layout =
-      CheckedLayout(task->description.shape, block_size);
+      CheckedLayout(description.global_shape(), block_size);
   if (!layout.ok()) return layout.status();
+  task->scale_count = layout->scale_count();
+  if (description.slice.has_value()) {
+    absl::Status status =
+        core::CheckCutsNoBlock(*description.slice, block_size);
+    if (!status.ok()) return status;
+    // One without elements may have no block.
+    if (description.element_count == 0) block_size = {};
+    layout = CheckedLayout(description.shape, block_size);
+    if (!layout.ok()) return layout.status();
+  }
   task->layout = std::make_shared<const core::BlockLayout>(*std::move(layout));
   return absl::OkStatus();
 }
@@ -310,13 +360,12 @@ absl::Status SetContribution(const RpcEnvironment& env,
                              CalibrateTask* task) {
   const v1::Contribution& proto = header.contribution();
   absl::StatusOr<CheckedContribution> contribution =
-      CheckContribution(proto, task->description.shape);
+      CheckContribution(env.limits, proto, task->description);
   if (!contribution.ok()) {
     return core::WithField(contribution.status(), "header.contribution");
   }
   contribution->key.tensor = task->key;
-  if (absl::Status s = SetLayout(env, contribution->block_size, task);
-      !s.ok()) {
+  if (absl::Status s = SetLayout(contribution->block_size, task); !s.ok()) {
     return core::WithField(s, proto.has_granularity()
                                   ? "header.contribution.granularity"
                                   : "header.contribution.block_size");
@@ -333,12 +382,15 @@ absl::Status SetContribution(const RpcEnvironment& env,
     // too many, nothing is to be counted. Parts differ only along dimensions
     // that are not split: ranges for another number of scales never fit.
     const absl::Status status =
-        ResolveSpec(env, *spec, task->description.shape).status();
+        ResolveSpec(env, *spec, task->description.global_shape()).status();
     const absl::string_view reason = core::ErrorReason(status);
     if (reason == "SCALE_COUNT_LIMIT" || reason == "METHOD_INVALID") {
       return core::WithField(status, "header.spec");
     }
     task->spec = *std::move(spec);
+  }
+  if (contribution->mantissa_bits == TensorAccumulator::kDefaultMantissaBits) {
+    contribution->mantissa_bits = core::DefaultMantissaBits(task->scale_count);
   }
   // One way to say per tensor, so that both go together.
   if (absl::c_all_of(contribution->block_size,
@@ -370,10 +422,18 @@ absl::StatusOr<CalibrateTask> CheckTask(const RpcEnvironment& env,
     task.encodings = caller.encodings;
     task.statistics = caller.statistics;
   }
+  if (header.has_spec()) task.told_spec = ToldSpec(header.spec());
   if (header.has_contribution()) {
     if (absl::Status s = SetContribution(env, header, &task); !s.ok()) return s;
     task.mantissa_bits = task.contribution->mantissa_bits;
   } else if (header.has_spec()) {
+    if (task.description.slice.has_value()) {
+      return core::WithField(
+          core::ShapeInvalidError(
+              "a slice with a spec, expected a contribution as well: its "
+              "encoding is not that of the tensor"),
+          "header.tensor.global_shape");
+    }
     absl::StatusOr<ResolvedSpec> spec =
         ResolveSpec(env, header.spec(), task.description.shape);
     if (!spec.ok()) return core::WithField(spec.status(), "header.spec");
@@ -382,7 +442,7 @@ absl::StatusOr<CalibrateTask> CheckTask(const RpcEnvironment& env,
     task.spec_lease = std::move(spec->lease);
     task.layout = std::move(spec->layout);
   } else {
-    absl::Status status = SetLayout(env, {}, &task);
+    absl::Status status = SetLayout({}, &task);
     if (!status.ok()) return status;
   }
   return task;
@@ -437,7 +497,8 @@ class CalibrateJob final : public TensorJob {
       feed_search_time_ =
           GramTime(task_.description.element_count,
                    core::GramState::PartSize(
-                       task_.contribution->features.gram->feature_count));
+                       task_.contribution->features.gram->feature_count,
+                       env_.limits.gram_features));
       feed_only_searches_ = false;
     }
     if (task_.spec.has_value()) {
@@ -483,7 +544,8 @@ class CalibrateJob final : public TensorJob {
       return contributed_ ? absl::OkStatus() : accumulator_->Reserve();
     }
     if (part_.has_value()) return ReserveMerge();
-    return accumulator_->Reserve();
+    // Those of a slice are copied.
+    return accumulator_->Reserve(task_.description.slice.has_value() ? 2 : 1);
   }
 
   absl::Status Feed(int64_t offset_bytes,
@@ -630,16 +692,18 @@ class CalibrateJob final : public TensorJob {
     const CheckedContribution& contribution = *task_.contribution;
     StateReceiver::Expected expected;
     expected.size_bytes = contribution.state_bytes;
-    expected.shape = task_.description.shape;
+    expected.shape = task_.description.global_shape();
+    expected.slice = task_.description.slice;
     expected.block_size = contribution.block_size;
-    expected.mantissa_bits =
-        contribution.mantissa_bits == TensorAccumulator::kDefaultMantissaBits
-            ? core::DefaultMantissaBits(task_.layout->scale_count())
-            : contribution.mantissa_bits;
+    expected.mantissa_bits = contribution.mantissa_bits;
     if (contribution.features.gram.has_value()) {
       expected.gram.emplace();
       expected.gram->exponents = contribution.features.gram->exponents;
       expected.gram->part_size = contribution.features.gram->part_size;
+    }
+    if (const MomentsTask* moments = task_.moments(); moments != nullptr) {
+      expected.moments_axis = moments->axis;
+      expected.moments_feature_count = moments->global_count;
     }
     return expected;
   }
@@ -664,6 +728,7 @@ class CalibrateJob final : public TensorJob {
       result->set_left_out_rows(
           static_cast<uint64_t>(part_->gram->left_out_rows()));
       result->set_clipped_count(static_cast<uint64_t>(part_->gram->clipped()));
+      result->set_part_size(static_cast<uint64_t>(part_->gram->part_size()));
     }
     if (part_->moments.has_value()) {
       TellMoments(part_->moments->moments,
@@ -692,6 +757,37 @@ class CalibrateJob final : public TensorJob {
     result->set_left_out(static_cast<uint64_t>(left_out));
   }
 
+  // At the scale indices of the whole tensor.
+  core::TensorStatistics WholeStatistics() {
+    core::TensorStatistics statistics = accumulator_->Take();
+    const core::TensorSlice* const slice = task_.description.slice_or_null();
+    if (slice == nullptr) return statistics;
+    core::TensorStatistics whole = statistics.Outline(task_.scale_count);
+    if (task_.description.element_count == 0) return whole;
+    int64_t from = 0;
+    const core::TensorSlice blocks =
+        core::BlocksOf(*slice, task_.contribution->block_size);
+    blocks.ForEachRange(
+        0, statistics.scale_count(), [&](int64_t first, int64_t count) {
+          for (int64_t i = 0; i < count; ++i) {
+            whole.MergeScaleIndex(statistics, from++, first + i);
+          }
+        });
+    return whole;
+  }
+
+  // Of all features of the tensor.
+  absl::optional<core::AxisMoments> WholeMoments() {
+    const MomentsTask* const task = task_.moments();
+    if (task == nullptr || task->features.count == task->global_count) {
+      return std::move(moments_);
+    }
+    core::AxisMoments whole{task->axis,
+                            core::FeatureMoments(task->global_count)};
+    whole.moments.Merge(moments_->moments, task->first);
+    return whole;
+  }
+
   absl::Status ReserveMerge() {
     return env_.budget->Grow(&merge_lease_, merge_bytes_,
                              "send it again, which counts it once");
@@ -700,8 +796,8 @@ class CalibrateJob final : public TensorJob {
   absl::Status Contribute() {
     const CheckedContribution& contribution = *task_.contribution;
     if (!part_.has_value()) {
-      SetPart({contribution.block_size, task_.description.shape,
-               accumulator_->Take(), std::move(gram_), std::move(moments_)});
+      SetPart({contribution.block_size, task_.description.global_shape(),
+               WholeStatistics(), std::move(gram_), WholeMoments()});
     }
     bool is_refused = false;
     absl::StatusOr<ContributionOutcome> outcome = task_.statistics->Merge(
@@ -778,13 +874,18 @@ class CalibrateJob final : public TensorJob {
     if (calibrated->prediction.has_value()) {
       PredictionToProto(*calibrated->prediction, summary_.mutable_prediction());
     }
+    const v1::Prediction* const prediction =
+        summary_.has_prediction() ? &summary_.prediction() : nullptr;
+    put_ = contributed_
+               ? MadeOfStatistics(env_, task_.told_spec, stored_, prediction)
+               : MadeOfElements(env_, task_.told_spec, prediction);
     step_ = Step::kPut;
     return absl::OkStatus();
   }
 
   absl::Status Put() {
     absl::StatusOr<StoredEncoding> stored =
-        task_.encodings->Put(task_.key, std::move(encoding_), Precondition());
+        task_.encodings->Put(task_.key, std::move(encoding_), put_);
     if (!stored.ok()) return stored.status();
     StoredEncodingToProto(task_.key, *stored, /*with_encoding=*/true,
                           summary_.mutable_stored_encoding());
@@ -816,6 +917,8 @@ class CalibrateJob final : public TensorJob {
   StoredStatistics stored_;
   MemoryBudget::Lease stored_lease_;
   std::shared_ptr<const core::Encoding> encoding_;
+  // What is said of it.
+  Precondition put_;
 };
 
 class CalibrateRpc final : public TensorRpc {
@@ -839,13 +942,17 @@ class CalibrateRpc final : public TensorRpc {
     }
     absl::StatusOr<std::unique_ptr<TensorAccumulator>> accumulator =
         TensorAccumulator::Create(env_, task->description.element_type,
-                                  task->layout, task->mantissa_bits);
+                                  task->layout, task->mantissa_bits,
+                                  task->WholeStatisticsBytes());
     if (!accumulator.ok()) return accumulator.status();
     MemoryBudget::Lease moments_lease;
     if (const MomentsTask* moments = task->moments(); moments != nullptr) {
       absl::Status status = env_.budget->Grow(
           &moments_lease,
-          core::FeatureMoments::MemoryBytes(moments->features.count),
+          core::FeatureMoments::MemoryBytes(moments->features.count) +
+              (moments->features.count == moments->global_count
+                   ? 0
+                   : core::FeatureMoments::MemoryBytes(moments->global_count)),
           "contribute to fewer tensors at once");
       if (!status.ok()) return status;
     }

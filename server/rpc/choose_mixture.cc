@@ -15,6 +15,7 @@
 #include "core/calibrate/mixed_precision.h"
 #include "core/calibrate/precision_option.h"
 #include "core/errors.h"
+#include "core/types/portable_log.h"
 #include "quantd/v1/encoding_service.pb.h"
 #include "server/guard/memory_budget.h"
 #include "server/rpc/encoding_call.h"
@@ -31,7 +32,7 @@ double SqnrDb(double noise_to_signal) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   if (noise_to_signal == 0) return kInfinity;
   if (!std::isfinite(noise_to_signal)) return -kInfinity;
-  return -10 * std::log10(noise_to_signal);
+  return core::Decibels(1, noise_to_signal);
 }
 
 absl::Status OptionError(const std::string& what, int tensor, int option) {

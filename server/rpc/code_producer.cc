@@ -20,6 +20,7 @@
 #include "core/quantize/quantize.h"
 #include "core/types/block_layout.h"
 #include "core/types/scale_window.h"
+#include "server/rpc/provenance.h"
 #include "server/shared_memory/region_registry.h"
 #include "server/shared_memory/shared_blocks.h"
 #include "server/wire/encoding_proto.h"
@@ -48,6 +49,13 @@ absl::StatusOr<QuantizeTask> CheckQuantizeTask(const RpcEnvironment& env,
   task.nan_policy = static_cast<core::NanPolicy>(header.nan_policy());
   task.omit_encoding = header.omit_encoding();
   task.scales_in_chunks = header.scales_in_chunks();
+  if (header.store() && task.description.slice.has_value()) {
+    return core::WithField(
+        core::ShapeInvalidError(
+            "a slice with store, expected the whole tensor: its encoding is "
+            "not that of the tensor"),
+        "header.tensor.global_shape");
+  }
   if (header.store() && !header.has_reference()) {
     absl::StatusOr<EncodingKey> key = KeyFromProto(task.name);
     if (!key.ok()) {
@@ -57,6 +65,8 @@ absl::StatusOr<QuantizeTask> CheckQuantizeTask(const RpcEnvironment& env,
     if (!status.ok()) return core::WithField(status, "header.tensor.name");
     task.store_key = *std::move(key);
     task.store = caller.encodings;
+    task.put = header.has_spec() ? MadeOfElements(env, header.spec())
+                                 : MadeByClient(env);
   }
   return task;
 }

@@ -38,6 +38,8 @@ struct QuantizeTask {
   bool scales_in_chunks = false;
   // Where the encoding is to be stored, if it is.
   absl::optional<EncodingKey> store_key;
+  // What is said of it then.
+  Precondition put;
   // The caller's.
   std::shared_ptr<EncodingStore> store;
   // Where the codes go, if not into messages.

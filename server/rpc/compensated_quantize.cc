@@ -21,16 +21,14 @@
 #include "core/quantize/compensation_factor.h"
 #include "core/quantize/quantize.h"
 #include "core/statistics/gram_state.h"
-#include "core/statistics/held_tensor.h"
 #include "quantd/v1/quantization_service.pb.h"
 #include "server/guard/memory_budget.h"
-#include "server/rpc/buffered_quantize.h"
 #include "server/rpc/code_geometry.h"
 #include "server/rpc/code_producer.h"
 #include "server/rpc/encoding_source.h"
+#include "server/rpc/held_quantize.h"
 #include "server/rpc/layer_inputs.h"
 #include "server/rpc/tensor_accumulator.h"
-#include "server/rpc/tensor_buffer.h"
 #include "server/rpc/tensor_calibration.h"
 #include "server/store/statistics_store.h"
 #include "server/wire/names.h"
@@ -64,30 +62,25 @@ absl::Duration CompensationTime(int64_t rows, absl::Span<const int64_t> parts) {
   return absl::Seconds(products / kPerSecond);
 }
 
-class CompensatedQuantizeJob final : public BufferedQuantizeJob {
+class CompensatedQuantizeJob final : public HeldQuantizeJob {
  public:
-  // `accumulator`  with `spec` only.
+  // `spec`, `accumulator`  as of HeldQuantizeJob; without them, the encoding is
+  // that of `source`.
   CompensatedQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
                          CompensatedRounding rounding,
                          std::shared_ptr<const ResolvedSpec> spec,
                          std::unique_ptr<TensorAccumulator> accumulator,
                          absl::optional<EncodingSource> source,
                          absl::string_view source_field)
-      : BufferedQuantizeJob(
-            env, task,
-            task.description.element_count *
-                core::ElementSizeBytes(task.description.element_type)),
-        rounding_(std::move(rounding)),
-        spec_(std::move(spec)),
-        accumulator_(std::move(accumulator)),
+      : HeldQuantizeJob(env, std::move(task), std::move(spec),
+                        std::move(accumulator)),
+        options_(rounding.options),
         source_(std::move(source)),
         source_field_(source_field),
-        rows_(task.description.shape[0]),
-        columns_(task.description.element_count / rows_) {
-    frame_.granule_bytes = frame_.unit_bytes;
-    frame_.quantum_bytes = accumulator_ != nullptr
-                               ? QuantumBytes(env, *accumulator_)
-                               : env.limits.chunk_bytes;
+        rows_(this->task().description.shape[0]),
+        columns_(this->task().description.element_count / rows_),
+        inputs_(std::move(rounding.inputs), std::move(rounding.statistics),
+                columns_) {
     // As long as it can take: Resolve finds out how large the parts are.
     SetSearchTime(core::GramState::PartSize(columns_));
     ReadFirst();
@@ -99,26 +92,28 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
   absl::Status Resolve(ChunkWriter* out) override {
     if (source_.has_value()) {
       absl::StatusOr<ResolvedEncoding> resolved =
-          source_->Resolve(env(), task().description.shape, task().transport());
+          source_->Resolve(env(), task().description, task().transport());
       if (!resolved.ok()) {
         return core::WithField(resolved.status(), source_field_);
       }
       given_ = *std::move(resolved);
     }
-    if (spec_ != nullptr && spec_->importance != nullptr) {
-      absl::Status status = spec_->importance->Read(env(), stop());
-      if (!status.ok()) {
-        return core::WithField(status, "header.spec.importance");
-      }
-    }
+    absl::Status status = HeldQuantizeJob::Resolve(out);
+    if (!status.ok()) return status;
     geometry_ = QuantizeGeometry(
         task().description,
-        *core::FindFormat(spec_ != nullptr ? spec_->spec.format
-                                           : given_.encoding->format));
-    absl::Status status =
-        CheckOutput(task().output, geometry_.codes_size_bytes());
+        *core::FindFormat(spec() != nullptr ? spec()->spec.format
+                                            : given_.encoding->format));
+    status = CheckOutput(task().output, geometry_.codes_size_bytes());
     if (!status.ok()) return status;
-    return core::WithField(ResolveGram(), "header.rounding.inputs");
+    // Without reading its sums.
+    const absl::StatusOr<core::GramState::Parts> found = inputs_.Find();
+    if (!found.ok()) {
+      return core::WithField(found.status(), "header.rounding.inputs");
+    }
+    SetSearchTime(found->part_size);
+    work_bytes_ = WorkBytes(found->part_size);
+    return absl::OkStatus();
   }
 
   // The first bytes wait for all that rounding will need, so that nothing is
@@ -126,36 +121,17 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
   absl::Status Reserve(int64_t bytes) override {
     absl::Status status =
         env().budget->Grow(&work_lease_, work_bytes_, kWayOutOfRounding);
-    if (!status.ok()) return status;
-    if (accumulator_ != nullptr) {
-      if (absl::Status s = accumulator_->Reserve(); !s.ok()) return s;
-    }
-    return buffer().Reserve(bytes);
-  }
-
-  absl::Status Feed(int64_t offset_bytes,
-                    absl::Span<const uint8_t> data) override {
-    if (accumulator_ != nullptr) accumulator_->Update(offset_bytes, data);
-    buffer().Append(data);
-    return absl::OkStatus();
+    return status.ok() ? HeldQuantizeJob::Reserve(bytes) : status;
   }
 
  protected:
   absl::Status Read() override {
-    absl::StatusOr<absl::optional<core::GramState>> gram =
-        rounding_.statistics->ReadGram(rounding_.inputs, [this](int64_t bytes) {
-          return stop().stopped() ? core::StoppedError()
-                                  : env().budget->Grow(&work_lease_, bytes,
-                                                       kWayOutOfRounding);
-        });
+    absl::StatusOr<core::GramState> gram =
+        inputs_.Read(env().budget, &work_lease_, kWayOutOfRounding, stop());
     absl::Status status = gram.status();
-    if (status.ok() && !gram->has_value()) status = NoGramError();
     if (status.ok()) {
       gram_ = *std::move(gram);
-      status = CheckGram(gram_->feature_count(), gram_->rows());
-    }
-    // Another may have come in place of the one that Resolve found.
-    if (status.ok()) {
+      // Another may have come in place of the one that Resolve found.
       status = env().budget->Grow(&work_lease_, WorkBytes(gram_->part_size()),
                                   kWayOutOfRounding);
     }
@@ -165,7 +141,8 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
   bool EncodeIsLong() const override { return true; }
 
   absl::StatusOr<ResolvedEncoding> Encode() override {
-    absl::StatusOr<ResolvedEncoding> resolved = FindEncoding();
+    absl::StatusOr<ResolvedEncoding> resolved =
+        spec() != nullptr ? Calibrate(env().helper_pool) : std::move(given_);
     if (!resolved.ok()) return resolved;
     absl::Status status = Round(*resolved);
     if (!status.ok()) return status;
@@ -174,10 +151,6 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
     work_lease_.Release();
     env().budget->Count(&work_lease_, work_bytes_);
     return resolved;
-  }
-
-  int64_t RealsOffset(int64_t block) const override {
-    return block * TensorBuffer::kBlockBytes;
   }
 
   absl::Status Answer(int64_t offset_bytes, absl::Span<const uint8_t> block,
@@ -193,51 +166,9 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
   }
 
  private:
-  // Without reading its sums.
-  // Errors: GRAM_INVALID, of the store.
-  absl::Status ResolveGram() {
-    const absl::StatusOr<core::GramState::Parts> found =
-        FindGram(rounding_.statistics.get(), rounding_.inputs);
-    if (!found.ok()) return found.status();
-    absl::Status status =
-        CheckGram(static_cast<int64_t>(found->exponents.size()), found->rows);
-    if (!status.ok()) return status;
-    SetSearchTime(found->part_size);
-    work_bytes_ = WorkBytes(found->part_size);
-    return absl::OkStatus();
-  }
-
   void SetSearchTime(int64_t part_size) {
     search_time_ = CompensationTime(rows_, PartWidths(columns_, part_size));
-    if (spec_ == nullptr) return;
-    search_time_ += ElementSearchTime(*spec_);
-  }
-
-  // Errors: GRAM_INVALID.
-  absl::Status CheckGram(int64_t feature_count, int64_t rows) const {
-    if (rows == 0) {
-      return core::GramInvalidError(
-          "a Gram matrix of no rows, expected at least one without NaN and "
-          "infinities");
-    }
-    if (feature_count != columns_) {
-      return core::GramInvalidError(absl::StrCat(
-          "a Gram matrix of ", feature_count, " features, expected ", columns_,
-          ", one for each element of a row of the tensor"));
-    }
-    return absl::OkStatus();
-  }
-
-  absl::StatusOr<ResolvedEncoding> FindEncoding() {
-    if (spec_ == nullptr) return std::move(given_);
-    const core::HeldTensor held =
-        buffer().Held(*spec_->layout, task().description.element_type);
-    absl::StatusOr<CalibratedEncoding> calibrated =
-        CalibrateTensor(env(), *spec_, accumulator_->statistics(), {},
-                        env().helper_pool, stop(), &held);
-    if (!calibrated.ok()) return calibrated.status();
-    SetMantissaBits(calibrated->mantissa_bits);
-    return std::move(calibrated->resolved);
+    if (spec() != nullptr) search_time_ += ElementSearchTime(*spec());
   }
 
   int64_t RowBytes() const { return columns_ * geometry_.real_bytes; }
@@ -312,17 +243,16 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
       blocks.push_back({gram_->PartWidth(part), absl::MakeSpan(parts.back())});
     }
     gram_.reset();
-    return core::CompensationFactor::Create(columns_, blocks, rounding_.options,
+    return core::CompensationFactor::Create(columns_, blocks, options_,
                                             env().helper_pool, stop());
   }
 
-  const CompensatedRounding rounding_;
-  const std::shared_ptr<const ResolvedSpec> spec_;
-  const std::unique_ptr<TensorAccumulator> accumulator_;
+  const core::CompensationOptions options_;
   const absl::optional<EncodingSource> source_;
   const absl::string_view source_field_;
   const int64_t rows_;
   const int64_t columns_;
+  const LayerGram inputs_;
   // Of `source_`.
   ResolvedEncoding given_;
   CodeGeometry geometry_;
@@ -390,18 +320,12 @@ absl::StatusOr<std::unique_ptr<TensorJob>> MakeCompensatedQuantizeJob(
         core::ShapeInvalidError("expected at least one row of one element"),
         "header.tensor.shape");
   }
-  std::unique_ptr<TensorAccumulator> accumulator;
-  if (spec != nullptr) {
-    absl::StatusOr<std::unique_ptr<TensorAccumulator>> created =
-        TensorAccumulator::Create(env, task.description.element_type,
-                                  spec->layout, MantissaBitsWhereHeld(*spec),
-                                  SearchBytes(env, *spec));
-    if (!created.ok()) return created.status();
-    accumulator = *std::move(created);
-  }
+  absl::StatusOr<std::unique_ptr<TensorAccumulator>> accumulator =
+      MakeHeldAccumulator(env, task.description.element_type, spec.get());
+  if (!accumulator.ok()) return accumulator.status();
   return std::make_unique<CompensatedQuantizeJob>(
       env, std::move(task), std::move(rounding), std::move(spec),
-      std::move(accumulator), std::move(source), source_field);
+      *std::move(accumulator), std::move(source), source_field);
 }
 
 }  // namespace quantd::server

@@ -18,6 +18,7 @@
 #include "server/rpc/encoding_call.h"
 #include "server/rpc/encoding_source.h"
 #include "server/rpc/patterns.h"
+#include "server/rpc/provenance.h"
 #include "server/rpc/statistics_rpcs.h"
 #include "server/rpc/stored_calibration.h"
 #include "server/rpc/stored_encoding_proto.h"
@@ -96,7 +97,7 @@ class ComputeEncodingsCall final
 
   void Store(v1::ComputeEncodingsResponse* response) override {
     absl::StatusOr<StoredEncoding> stored =
-        caller().encodings->Put(key_, std::move(encoding_), Precondition());
+        caller().encodings->Put(key_, std::move(encoding_), put_);
     if (!stored.ok()) return Fail(stored.status(), response);
     StoredEncodingToProto(key_, *stored, /*with_encoding=*/true,
                           response->mutable_stored_encoding());
@@ -214,6 +215,12 @@ class ComputeEncodingsCall final
                         response->mutable_prediction());
     }
     encoding_ = std::move(calibrated->resolved.encoding);
+    if (stores()) {
+      put_ = MadeOfStatistics(env(), SpecProto(spec_index), stored_,
+                              calibrated->prediction.has_value()
+                                  ? &response->prediction()
+                                  : nullptr);
+    }
     if (request().dry_run()) {
       v1::StoredEncoding* proto = response->mutable_stored_encoding();
       *proto->mutable_name() = response->name();
@@ -247,6 +254,8 @@ class ComputeEncodingsCall final
   StoredStatistics stored_;
   EncodingKey key_;
   std::shared_ptr<const core::Encoding> encoding_;
+  // What is said of it.
+  Precondition put_;
 };
 
 }  // namespace

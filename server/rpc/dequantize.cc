@@ -79,7 +79,7 @@ class DequantizeJob final : public TensorJob {
 
   absl::Status Resolve(ChunkWriter* out) override {
     absl::StatusOr<ResolvedEncoding> resolved =
-        source_.Resolve(env_, description_.shape,
+        source_.Resolve(env_, description_,
                         request_.omit_encoding() ? ScaleTransport::kChunks
                                                  : ScaleTransport::kOneMessage);
     if (!resolved.ok()) {

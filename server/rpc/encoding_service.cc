@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/optional.h"
+#include "core/cpu.h"
 #include "core/errors.h"
 #include "core/statistics/gram_state.h"
 #include "core/statistics/statistics_state.h"
@@ -24,6 +25,7 @@
 #include "server/guard/memory_budget.h"
 #include "server/rpc/interchange_rpcs.h"
 #include "server/rpc/page_bytes.h"
+#include "server/rpc/provenance.h"
 #include "server/rpc/scale_rpcs.h"
 #include "server/rpc/statistics_rpcs.h"
 #include "server/rpc/stored_encoding_proto.h"
@@ -212,7 +214,7 @@ absl::Status PutEncoding(const UnaryContext& context,
   encoding->degenerate_count = 0;
   absl::StatusOr<StoredEncoding> stored = context.caller.encodings->Put(
       *key, std::make_shared<const core::Encoding>(*std::move(encoding)),
-      Precondition{request.if_match()});
+      MadeByClient(context.env, request.if_match()));
   if (!stored.ok()) return stored.status();
   StoredEncodingToProto(*key, *stored, /*with_encoding=*/false,
                         response->mutable_stored_encoding());
@@ -382,6 +384,7 @@ absl::Status GetStatistics(const UnaryContext& context,
           });
   if (!stored.ok()) return stored.status();
   StatisticsToProto(stored->state.statistics, response->mutable_statistics());
+  response->set_state_digest_xxh3(StateDigest(stored->state));
   if (stored->gram_size_bytes > 0) {
     const absl::StatusOr<absl::optional<core::GramState::Parts>> gram =
         context.caller.statistics->FindGram(*key);
@@ -462,6 +465,18 @@ absl::Status DeleteStatistics(const UnaryContext& context,
   return context.caller.statistics->DeleteStatistics(*key, request.source());
 }
 
+absl::Status GetServerInfo(const UnaryContext& /*context*/,
+                           const v1::GetServerInfoRequest& /*request*/,
+                           v1::GetServerInfoResponse* response) {
+  response->set_version(QUANTD_VERSION);
+  response->set_cpu(core::CpuName());
+  response->set_simd_target(core::SimdTarget());
+  for (std::string& target : core::AvailableSimdTargets()) {
+    response->add_available_simd_targets(std::move(target));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 EncodingService::EncodingService(const RpcEnvironment& env,
@@ -486,6 +501,7 @@ EncodingService::EncodingService(const RpcEnvironment& env,
   AddUnary(Rpc::kDeleteStatistics, &DeleteStatistics);
   Add(Rpc::kExportEncodings, &StartExportEncodings);
   Add(Rpc::kImportEncodings, &StartImportEncodings);
+  AddUnary(Rpc::kGetServerInfo, &GetServerInfo);
 }
 
 void EncodingService::Add(

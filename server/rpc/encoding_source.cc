@@ -12,10 +12,12 @@
 #include "absl/strings/str_join.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
+#include "core/calibrate/calibrate.h"
 #include "core/calibrate/encoding_spec.h"
 #include "core/errors.h"
 #include "core/formats/scale_type.h"
 #include "core/types/encoding_memory.h"
+#include "core/types/tensor_slice.h"
 #include "server/wire/names.h"
 
 namespace quantd::server {
@@ -51,13 +53,49 @@ absl::Status CheckTransport(const RpcEnvironment& env, ScaleTransport transport,
                        : core::MessageScaleLimitError(most, bytes);
 }
 
+// The encoding of the whole becomes that of the slice, charged.
+absl::Status CutEncoding(const RpcEnvironment& env,
+                         const core::TensorSlice& slice,
+                         std::shared_ptr<const core::Encoding>* encoding,
+                         std::shared_ptr<const MemoryBudget::Lease>* lease) {
+  const absl::StatusOr<core::BlockLayout> whole =
+      CheckedLayout(slice.global_shape, (*encoding)->block_size);
+  if (!whole.ok()) return whole.status();
+  const absl::StatusOr<core::BlockLayout> part =
+      CheckedLayout(slice.shape, (*encoding)->block_size);
+  if (!part.ok()) return part.status();
+  absl::Status status = core::CheckEncodingFits(**encoding, *whole);
+  if (!status.ok()) return status;
+  const int64_t scale_count = whole->scale_count();
+  absl::StatusOr<MemoryBudget::Lease> charged =
+      ChargeEncoding(env, (core::MemoryBytes(**encoding) + scale_count - 1) /
+                              scale_count * part->scale_count());
+  if (!charged.ok()) return charged.status();
+  absl::StatusOr<core::Encoding> cut = core::CutToSlice(slice, **encoding);
+  if (!cut.ok()) return cut.status();
+  *encoding = std::make_shared<const core::Encoding>(*std::move(cut));
+  *lease = std::make_shared<const MemoryBudget::Lease>(*std::move(charged));
+  return absl::OkStatus();
+}
+
 // An encoding, with the layout that it has on this tensor. Errors are at no
 // field.
 absl::StatusOr<ResolvedEncoding> Fit(
     const RpcEnvironment& env, std::shared_ptr<const core::Encoding> encoding,
-    bool in_chunks, absl::Span<const int64_t> shape, ScaleTransport transport) {
+    bool in_chunks, const TensorDescription& description,
+    ScaleTransport transport) {
+  std::shared_ptr<const MemoryBudget::Lease> lease;
+  if (description.slice.has_value()) {
+    if (in_chunks) {
+      return core::ShapeInvalidError(
+          "a slice with scales in chunks, expected them in the encoding");
+    }
+    absl::Status status =
+        CutEncoding(env, *description.slice, &encoding, &lease);
+    if (!status.ok()) return status;
+  }
   absl::StatusOr<core::BlockLayout> layout =
-      CheckedLayout(shape, encoding->block_size);
+      CheckedLayout(description.shape, encoding->block_size);
   if (!layout.ok()) return layout.status();
   if (in_chunks) {
     const absl::Span<const int64_t> scale_shape = layout->scale_shape();
@@ -82,7 +120,8 @@ absl::StatusOr<ResolvedEncoding> Fit(
   }
   return ResolvedEncoding{
       std::move(encoding),
-      std::make_shared<const core::BlockLayout>(*std::move(layout)), ""};
+      std::make_shared<const core::BlockLayout>(*std::move(layout)), "",
+      std::move(lease)};
 }
 
 // As ParseSpec, whatever the importance.
@@ -190,7 +229,7 @@ bool EncodingSource::is_large() const {
 }
 
 absl::StatusOr<ResolvedEncoding> EncodingSource::Resolve(
-    const RpcEnvironment& env, absl::Span<const int64_t> shape,
+    const RpcEnvironment& env, const TensorDescription& description,
     ScaleTransport transport) const {
   std::shared_ptr<const core::Encoding> encoding = encoding_;
   std::string etag = etag_;
@@ -222,14 +261,16 @@ absl::StatusOr<ResolvedEncoding> EncodingSource::Resolve(
     lease = *std::move(charged);
   }
   absl::StatusOr<ResolvedEncoding> resolved =
-      Fit(env, std::move(encoding), in_chunks_, shape, transport);
+      Fit(env, std::move(encoding), in_chunks_, description, transport);
   if (resolved.ok()) {
     resolved->in_chunks = in_chunks_;
     resolved->chunks_have_zero_points = chunks_have_zero_points_;
     resolved->etag = std::move(etag);
-    resolved->lease = std::move(lease);
+    // A slice's part has its own.
+    if (!description.slice.has_value()) resolved->lease = std::move(lease);
     return resolved;
   }
+  if (core::ErrorReason(resolved.status()) == "SHAPE_INVALID") return resolved;
   if (is_reference_) return resolved;
   if (core::ErrorReason(resolved.status()) != "SCALE_COUNT") {
     return core::WithField(resolved.status(), "block_size");
@@ -303,6 +344,51 @@ absl::StatusOr<ResolvedSpec> ResolveCharged(const RpcEnvironment& env,
   return resolved;
 }
 
+// A spec for the whole, and the outer maxima that come with it, become those of
+// the slice.
+// Errors: as ResolveElementSpec.
+absl::Status CutSpec(const RpcEnvironment& env, const core::TensorSlice& slice,
+                     core::EncodingSpec* spec,
+                     std::vector<float>* outer_maximum) {
+  const absl::string_view field =
+      spec->granularity.has_value() ? "granularity" : "block_size";
+  if (spec->unsigned_if_non_negative) {
+    return core::WithField(
+        core::SymmetryInvalidError(
+            "unsigned_if_non_negative depends on elements that a slice does "
+            "not have, expected an unsigned or a signed format"),
+        "unsigned_if_non_negative");
+  }
+  absl::StatusOr<ResolvedSpec> whole =
+      ResolveSpec(env, *spec, slice.global_shape, ScaleTransport::kChunks);
+  if (!whole.ok()) return whole.status();
+  *spec = std::move(whole->spec);
+  const bool has_ranges = spec->method == core::CalibrationMethod::kFixedRange;
+  absl::Status status =
+      has_ranges ? core::CheckCutsNoBlock(slice, spec->block_size)
+                 : core::CheckHasWholeBlocks(slice, spec->block_size);
+  if (!status.ok()) return core::WithField(status, field);
+  spec->scale_range_min = core::CutToSlice(
+      slice, spec->block_size, absl::MakeConstSpan(spec->scale_range_min));
+  spec->scale_range_max = core::CutToSlice(
+      slice, spec->block_size, absl::MakeConstSpan(spec->scale_range_max));
+  if (!core::HasOuterScales(core::EffectiveScaleType(*spec))) {
+    return absl::OkStatus();
+  }
+  if (outer_maximum->empty()) {
+    return core::WithField(
+        core::CheckHasWholeBlocks(slice, spec->outer_block_size),
+        "outer_block_size");
+  }
+  status = core::CheckOuterMaxima(*spec, *whole->layout, *outer_maximum);
+  if (!status.ok()) return status;
+  status = core::CheckCutsNoBlock(slice, spec->outer_block_size);
+  if (!status.ok()) return core::WithField(status, "outer_block_size");
+  *outer_maximum = core::CutToSlice(slice, spec->outer_block_size,
+                                    absl::MakeConstSpan(*outer_maximum));
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
@@ -315,22 +401,31 @@ absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
   return ResolveCharged(env, *spec, shape, transport, std::move(lease));
 }
 
-absl::StatusOr<ResolvedSpec> ResolveElementSpec(const RpcEnvironment& env,
-                                                const Caller& caller,
-                                                const v1::TensorName& name,
-                                                const v1::EncodingSpec& proto,
-                                                absl::Span<const int64_t> shape,
-                                                ScaleTransport transport) {
+absl::StatusOr<ResolvedSpec> ResolveElementSpec(
+    const RpcEnvironment& env, const Caller& caller, const v1::TensorName& name,
+    const v1::EncodingSpec& proto, absl::Span<const float> maxima,
+    const TensorDescription& description, ScaleTransport transport) {
   MemoryBudget::Lease lease;
   absl::StatusOr<core::EncodingSpec> spec =
       ParseElementSpec(env, proto, &lease);
   if (!spec.ok()) return spec.status();
-  absl::StatusOr<ResolvedSpec> resolved =
-      ResolveCharged(env, *spec, shape, transport, std::move(lease));
-  if (!resolved.ok() || !proto.has_importance()) return resolved;
+  std::vector<float> outer_maximum(maxima.begin(), maxima.end());
+  if (description.slice.has_value()) {
+    absl::Status status =
+        CutSpec(env, *description.slice, &*spec, &outer_maximum);
+    if (!status.ok()) return status;
+  }
+  absl::StatusOr<ResolvedSpec> resolved = ResolveCharged(
+      env, *spec, description.shape, transport, std::move(lease));
+  if (!resolved.ok()) return resolved;
+  absl::Status status =
+      core::CheckOuterMaxima(resolved->spec, *resolved->layout, outer_maximum);
+  if (!status.ok()) return status;
+  resolved->outer_maximum = std::move(outer_maximum);
+  if (!proto.has_importance()) return resolved;
   absl::StatusOr<std::shared_ptr<SpecImportance>> importance =
       SpecImportance::Create(env, caller, proto.importance(), name,
-                             resolved->spec, *resolved->layout, shape);
+                             resolved->spec, *resolved->layout, description);
   if (!importance.ok()) {
     return core::WithField(importance.status(), "importance");
   }

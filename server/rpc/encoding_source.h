@@ -86,12 +86,14 @@ class EncodingSource {
   // Writing the encoding into an answer takes long.
   bool is_large() const;
 
-  // The encoding, for a tensor of that shape. `transport`  of its scales in the
-  // answer; kChunks also where they are not in it.
+  // The encoding, for that tensor; of a slice the part that is the slice's.
+  // `transport`  of its scales in the answer; kChunks also where they are not
+  //              in it.
   // Errors: of the store, ETAG_MISMATCH, SCALE_COUNT, SCALE_COUNT_LIMIT,
-  // BLOCK_SIZE_INVALID, MEMORY_BUDGET.
+  // BLOCK_SIZE_INVALID, MEMORY_BUDGET; SHAPE_INVALID for a slice and an inline
+  // encoding without scales.
   absl::StatusOr<ResolvedEncoding> Resolve(const RpcEnvironment& env,
-                                           absl::Span<const int64_t> shape,
+                                           const TensorDescription& description,
                                            ScaleTransport transport) const;
 
  private:
@@ -149,12 +151,17 @@ absl::StatusOr<ResolvedSpec> ResolveSpec(
     absl::Span<const int64_t> shape,
     ScaleTransport transport = ScaleTransport::kOneMessage);
 // The same where the elements are searched, so that the spec may have an
-// importance. Its weights may have to be read yet.
-// `name`  of the tensor.
-// Errors: those of SpecImportance::Create as well.
+// importance. Its weights may have to be read yet. Of a slice all that is said
+// is of the whole, and what is resolved is for the slice.
+// `name`           of the tensor.
+// `outer_maximum`  that comes with the spec; see core::Calibrate.
+// Errors: those of SpecImportance::Create as well; OUTER_MAXIMUM at no field;
+// BLOCK_SIZE_INVALID or SYMMETRY_INVALID for a slice whose scales would depend
+// on others.
 absl::StatusOr<ResolvedSpec> ResolveElementSpec(
     const RpcEnvironment& env, const Caller& caller, const v1::TensorName& name,
-    const v1::EncodingSpec& proto, absl::Span<const int64_t> shape,
+    const v1::EncodingSpec& proto, absl::Span<const float> outer_maximum,
+    const TensorDescription& description,
     ScaleTransport transport = ScaleTransport::kOneMessage);
 
 }  // namespace quantd::server

@@ -22,7 +22,6 @@
 #include "core/calibrate/encoding_spec.h"
 #include "core/errors.h"
 #include "core/evaluate/comparison.h"
-#include "core/evaluate/distribution.h"
 #include "core/evaluate/evaluate.h"
 #include "core/formats/number_format.h"
 #include "core/formats/scale_type.h"
@@ -47,6 +46,7 @@
 #include "server/rpc/tensor_header.h"
 #include "server/rpc/tensor_job.h"
 #include "server/wire/encoding_proto.h"
+#include "server/wire/error_metrics_proto.h"
 #include "server/wire/statistics_proto.h"
 
 namespace quantd::server {
@@ -61,32 +61,6 @@ constexpr int64_t kDistributionBytes = int64_t{5} << 18;
 // in the message.
 constexpr int64_t kEncodingCopies = 3;
 constexpr int64_t kBytesPerScale = kEncodingCopies * core::kMostMemoryPerScale;
-
-void MetricsToProto(const core::ErrorSums& sums, v1::ErrorMetrics* proto) {
-  proto->set_count(sums.count);
-  proto->set_non_finite_count(sums.non_finite);
-  proto->set_clipped_low_count(sums.clipped_low);
-  proto->set_clipped_high_count(sums.clipped_high);
-  proto->set_zero_flushed_count(sums.zero_flushed);
-  proto->set_sum_squared_error(sums.squared_error);
-  proto->set_mean_squared_error(sums.MeanSquaredError());
-  proto->set_mean_absolute_error(sums.MeanAbsoluteError());
-  proto->set_max_absolute_error(sums.max_absolute_error);
-  proto->set_mean_relative_error(sums.MeanRelativeError());
-  proto->set_max_relative_error(sums.max_relative_error);
-  proto->set_sqnr_db(sums.SqnrDb());
-  proto->set_cosine_similarity(sums.CosineSimilarity());
-}
-
-void DistributionToProto(const core::ErrorDistribution& distribution,
-                         v1::ErrorMetrics* proto) {
-  proto->set_kl_divergence(distribution.kl_divergence);
-  v1::ErrorHistogram* histogram = proto->mutable_error_histogram();
-  histogram->set_zero_count(distribution.zero);
-  histogram->mutable_count()->Assign(distribution.count.begin(),
-                                     distribution.count.end());
-  histogram->set_first_exponent(distribution.first_exponent);
-}
 
 // A spec whose scales follow from their own blocks: they are found as elements
 // arrive, and those that were measured are let go.
@@ -239,6 +213,7 @@ struct EvaluateTask {
   bool per_scale_index = false;
   bool with_distribution = false;
   bool omit_encodings = false;
+  MetricSet metrics;
 
   int64_t element_bytes() const {
     return core::ElementSizeBytes(description.element_type);
@@ -271,16 +246,17 @@ absl::StatusOr<Candidate> CheckCandidate(const RpcEnvironment& env,
       source = EncodingSource::Open(env, proto.encoding());
       break;
     case v1::EvaluateCandidate::kSpec: {
-      absl::StatusOr<ResolvedSpec> spec = ResolveElementSpec(
-          env, caller, task.name, proto.spec(), task.description.shape,
-          task.omit_encodings ? ScaleTransport::kChunks
-                              : ScaleTransport::kOneMessage);
-      if (!spec.ok()) return core::WithField(spec.status(), "spec");
-      absl::Status status = core::CheckOuterMaxima(spec->spec, *spec->layout,
-                                                   proto.outer_maximum());
-      if (!status.ok()) return core::WithField(status, "outer_maximum");
-      spec->outer_maximum.assign(proto.outer_maximum().begin(),
-                                 proto.outer_maximum().end());
+      absl::StatusOr<ResolvedSpec> spec =
+          ResolveElementSpec(env, caller, task.name, proto.spec(),
+                             proto.outer_maximum(), task.description,
+                             task.omit_encodings ? ScaleTransport::kChunks
+                                                 : ScaleTransport::kOneMessage);
+      if (!spec.ok()) {
+        const bool at_maxima =
+            core::ErrorReason(spec.status()) == "OUTER_MAXIMUM";
+        return core::WithField(spec.status(),
+                               at_maxima ? "outer_maximum" : "spec");
+      }
       candidate.spec = *std::move(spec);
       candidate.field = absl::StrCat(field, ".spec.importance");
       return candidate;
@@ -372,7 +348,7 @@ class EvaluateJob final : public TensorJob {
         continue;
       }
       absl::StatusOr<ResolvedEncoding> resolved = candidate.source->Resolve(
-          env_, task_.description.shape, ScaleTransport::kChunks);
+          env_, task_.description, ScaleTransport::kChunks);
       if (!resolved.ok()) {
         return core::WithField(resolved.status(), candidate.field);
       }
@@ -496,6 +472,7 @@ class EvaluateJob final : public TensorJob {
     }
     v1::EvaluateSummary summary;
     *summary.mutable_name() = task_.name;
+    task_.metrics.ListIn(&summary);
     StatisticsToProto(accumulators_[0]->statistics(),
                       summary.mutable_statistics());
     for (const Candidate& candidate : candidates_) {
@@ -528,7 +505,8 @@ class EvaluateJob final : public TensorJob {
     candidate.evaluator = std::make_unique<core::Evaluator>(
         *candidate.resolved.encoding, *candidate.resolved.layout,
         task_.description.element_type,
-        core::EvaluateOptions{task_.per_scale_index, task_.with_distribution});
+        core::EvaluateOptions{task_.per_scale_index, task_.with_distribution,
+                              task_.metrics.sums()});
   }
 
   void Evaluate(Candidate& candidate, int64_t offset_bytes,
@@ -574,13 +552,14 @@ class EvaluateJob final : public TensorJob {
                   v1::CandidateMetrics* metrics) const {
     metrics->set_label(candidate.label);
     metrics->set_etag(candidate.resolved.etag);
-    MetricsToProto(candidate.evaluator->overall(), metrics->mutable_overall());
+    MetricsToProto(candidate.evaluator->overall(), task_.metrics,
+                   metrics->mutable_overall());
     if (task_.with_distribution) {
       DistributionToProto(candidate.evaluator->distribution(),
                           metrics->mutable_overall());
     }
     for (const core::ErrorSums& sums : candidate.evaluator->per_scale_index()) {
-      MetricsToProto(sums, metrics->add_per_scale_index());
+      MetricsToProto(sums, task_.metrics, metrics->add_per_scale_index());
     }
     metrics->set_mantissa_bits(static_cast<uint32_t>(candidate.mantissa_bits));
     metrics->set_size_bytes(SizeBytes(candidate.resolved));
@@ -642,7 +621,8 @@ class CompareJob final : public TensorJob {
       : env_(env),
         task_(std::move(task)),
         lease_(std::move(lease)),
-        comparison_(task_.description.element_type, task_.with_distribution) {
+        comparison_(task_.description.element_type, task_.with_distribution,
+                    task_.metrics.sums()) {
     const int64_t element_bytes = task_.element_bytes();
     frame_.end_bytes = task_.description.element_count * 2 * element_bytes;
     frame_.unit_bytes = element_bytes;
@@ -662,8 +642,10 @@ class CompareJob final : public TensorJob {
   absl::StatusOr<bool> Finish(ChunkWriter* out) override {
     v1::EvaluateSummary summary;
     *summary.mutable_name() = task_.name;
+    task_.metrics.ListIn(&summary);
     StatisticsToProto(comparison_.reference(), summary.mutable_statistics());
-    MetricsToProto(comparison_.overall(), summary.mutable_comparison());
+    MetricsToProto(comparison_.overall(), task_.metrics,
+                   summary.mutable_comparison());
     if (task_.with_distribution) {
       DistributionToProto(comparison_.distribution(),
                           summary.mutable_comparison());
@@ -696,7 +678,10 @@ class EvaluateRpc final : public TensorRpc {
     absl::StatusOr<TensorDescription> description =
         CheckDescription(env_, header.tensor());
     if (!description.ok()) return description.status();
+    absl::StatusOr<MetricSet> metrics = MetricSet::Of(header);
+    if (!metrics.ok()) return core::WithField(metrics.status(), "header");
     EvaluateTask task;
+    task.metrics = *metrics;
     task.name = header.tensor().name();
     task.description = *std::move(description);
     task.per_scale_index = header.per_scale_index();
@@ -764,6 +749,9 @@ class EvaluateRpc final : public TensorRpc {
     }
     std::unique_ptr<OutputMeter> meter;
     if (header.has_inputs()) {
+      if (absl::Status s = CheckWholeRows(task.description); !s.ok()) {
+        return core::WithField(s, "header.tensor.global_shape");
+      }
       absl::StatusOr<std::unique_ptr<OutputMeter>> created =
           OutputMeter::Create(env_, caller, header.inputs(), task.name,
                               task.description);

@@ -27,6 +27,7 @@
 #include "server/rpc/import_queue.h"
 #include "server/rpc/interchange_rpcs.h"
 #include "server/rpc/patterns.h"
+#include "server/rpc/provenance.h"
 #include "server/store/encoding_store.h"
 #include "server/wire/names.h"
 
@@ -337,12 +338,13 @@ class ImportEncodingsCall final : public EncodingCall {
     if (absl::Status s = CompleteAll(&*parsed); !s.ok()) return s;
     Answer(*parsed);
     if (is_dry_run_) return absl::OkStatus();
+    const Precondition put = MadeOfFile(env(), response_.format());
     for (PendingEncoding& pending : parsed->encodings) {
       if (absl::Status s = CheckGoesOn(); !s.ok()) return s;
       const absl::StatusOr<StoredEncoding> stored = caller().encodings->Put(
           {model_, revision_, pending.tensor},
           std::make_shared<const core::Encoding>(std::move(pending.encoding)),
-          Precondition());
+          put);
       if (!stored.ok()) return stored.status();
     }
     return absl::OkStatus();

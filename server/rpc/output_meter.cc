@@ -9,7 +9,6 @@
 #include "absl/memory/memory.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
@@ -61,11 +60,10 @@ OutputMeter::OutputMeter(const RpcEnvironment& env, EncodingKey inputs,
                          std::shared_ptr<StatisticsStore> statistics,
                          const TensorDescription& description)
     : env_(env),
-      inputs_(std::move(inputs)),
-      statistics_(std::move(statistics)),
       type_(description.element_type),
       rows_(description.shape[0]),
       columns_(description.element_count / rows_),
+      inputs_(std::move(inputs), std::move(statistics), columns_),
       part_size_(core::GramState::PartSize(columns_)) {}
 
 absl::Duration OutputMeter::Time(int64_t candidates) const {
@@ -96,19 +94,11 @@ int64_t OutputMeter::WorkBytes(int64_t part_size) const {
          band_rows() * row_bytes + threads() * core::OutputTaskBytes(columns_);
 }
 
-absl::Status OutputMeter::CheckFeatures(int64_t features) const {
-  if (features == columns_) return absl::OkStatus();
-  return core::GramInvalidError(
-      absl::StrCat("a Gram matrix of ", features, " features, expected ",
-                   columns_, ", one for each element of a row of the tensor"));
-}
-
 absl::Status OutputMeter::Find() {
-  const absl::StatusOr<core::GramState::Parts> found =
-      FindGram(statistics_.get(), inputs_);
+  const absl::StatusOr<core::GramState::Parts> found = inputs_.Find();
   if (!found.ok()) return found.status();
   part_size_ = found->part_size;
-  return CheckFeatures(static_cast<int64_t>(found->exponents.size()));
+  return absl::OkStatus();
 }
 
 absl::Status OutputMeter::Reserve() {
@@ -116,24 +106,12 @@ absl::Status OutputMeter::Reserve() {
 }
 
 absl::Status OutputMeter::Read(core::StopToken stop) {
-  absl::StatusOr<absl::optional<core::GramState>> gram =
-      statistics_->ReadGram(inputs_, [&](int64_t bytes) {
-        return stop.stopped()
-                   ? core::StoppedError()
-                   : env_.budget->Grow(&lease_, bytes, kWayOutOfMeter);
-      });
+  absl::StatusOr<core::GramState> gram =
+      inputs_.Read(env_.budget, &lease_, kWayOutOfMeter, stop);
   if (!gram.ok()) return gram.status();
-  if (!gram->has_value()) return NoGramError();
-  if ((*gram)->rows() == 0) {
-    return core::GramInvalidError(
-        "a Gram matrix of no rows, expected at least one without NaN and "
-        "infinities");
-  }
   // Another may have come in place of the one that was found.
-  absl::Status status = CheckFeatures((*gram)->feature_count());
-  if (!status.ok()) return status;
-  part_size_ = (*gram)->part_size();
-  if (status = Reserve(); !status.ok()) return status;
+  part_size_ = gram->part_size();
+  if (absl::Status s = Reserve(); !s.ok()) return s;
   gram_ = *std::move(gram);
   return absl::OkStatus();
 }

@@ -18,6 +18,7 @@
 #include "server/guard/memory_budget.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/encoding_source.h"
+#include "server/rpc/layer_inputs.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/tensor_buffer.h"
 #include "server/rpc/tensor_header.h"
@@ -73,14 +74,12 @@ class OutputMeter {
   int64_t band_rows() const;
   // With a matrix in such parts.
   int64_t WorkBytes(int64_t part_size) const;
-  absl::Status CheckFeatures(int64_t features) const;
 
   const RpcEnvironment& env_;
-  const EncodingKey inputs_;
-  const std::shared_ptr<StatisticsStore> statistics_;
   const core::ElementType type_;
   const int64_t rows_;
   const int64_t columns_;
+  const LayerGram inputs_;
   int64_t part_size_;
   MemoryBudget::Lease lease_;
   absl::optional<core::GramState> gram_;

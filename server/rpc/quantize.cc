@@ -20,7 +20,6 @@
 #include "core/calibrate/encoding_spec.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
-#include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
 #include "core/quantize/quantize.h"
 #include "core/statistics/tensor_statistics.h"
@@ -36,6 +35,7 @@
 #include "server/rpc/code_producer.h"
 #include "server/rpc/compensated_quantize.h"
 #include "server/rpc/encoding_source.h"
+#include "server/rpc/held_quantize.h"
 #include "server/rpc/scale_stream.h"
 #include "server/rpc/stream_rpcs.h"
 #include "server/rpc/tensor_accumulator.h"
@@ -51,19 +51,6 @@
 
 namespace quantd::server {
 namespace {
-
-bool ImportanceWaits(const ResolvedSpec& spec) {
-  return spec.importance != nullptr && spec.importance->waits();
-}
-
-// Errors: those of SpecImportance::Read.
-absl::Status ReadImportance(const RpcEnvironment& env, const ResolvedSpec& spec,
-                            core::StopToken stop) {
-  return spec.importance == nullptr
-             ? absl::OkStatus()
-             : core::WithField(spec.importance->Read(env, stop),
-                               "header.spec.importance");
-}
 
 // With an encoding that is known: codes go down while reals come up.
 class StreamingQuantizeJob final : public TensorJob {
@@ -91,7 +78,7 @@ class StreamingQuantizeJob final : public TensorJob {
 
   absl::Status Resolve(ChunkWriter* out) override {
     absl::StatusOr<ResolvedEncoding> resolved =
-        source_.Resolve(env_, task_.description.shape, task_.transport());
+        source_.Resolve(env_, task_.description, task_.transport());
     if (!resolved.ok()) {
       return core::WithField(resolved.status(), source_field_);
     }
@@ -111,8 +98,8 @@ class StreamingQuantizeJob final : public TensorJob {
     if (!status.ok()) return core::WithField(status, source_field_);
     incoming_ = resolved->incoming;
     if (task_.store_key.has_value() && incoming_ == nullptr) {
-      absl::StatusOr<StoredEncoding> stored = task_.store->Put(
-          *task_.store_key, resolved->encoding, Precondition());
+      absl::StatusOr<StoredEncoding> stored =
+          task_.store->Put(*task_.store_key, resolved->encoding, task_.put);
       if (!stored.ok()) return stored.status();
       resolved->etag = stored->etag;
     }
@@ -172,7 +159,7 @@ class StreamingQuantizeJob final : public TensorJob {
           incoming_->TakeWhole();
       if (!whole.ok()) return whole.status();
       absl::StatusOr<StoredEncoding> stored =
-          task_.store->Put(*task_.store_key, *std::move(whole), Precondition());
+          task_.store->Put(*task_.store_key, *std::move(whole), task_.put);
       if (!stored.ok()) return stored.status();
       etag_ = stored->etag;
       stored_ = true;
@@ -197,64 +184,30 @@ class StreamingQuantizeJob final : public TensorJob {
   std::string etag_;
 };
 
-// With any spec: reals are held.
-class CalibratingQuantizeJob final : public BufferedQuantizeJob {
+// With any spec.
+class CalibratingQuantizeJob final : public HeldQuantizeJob {
  public:
   CalibratingQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
-                         ResolvedSpec spec,
+                         std::shared_ptr<const ResolvedSpec> resolved,
                          std::unique_ptr<TensorAccumulator> accumulator)
-      : BufferedQuantizeJob(
-            env, task,
-            task.description.element_count *
-                core::ElementSizeBytes(task.description.element_type)),
-        spec_(std::move(spec)),
-        accumulator_(std::move(accumulator)),
-        takes_long_(TakesLong(spec_.spec, spec_.layout->scale_count(),
+      : HeldQuantizeJob(env, std::move(task), std::move(resolved),
+                        std::move(accumulator)),
+        takes_long_(TakesLong(spec()->spec, spec()->layout->scale_count(),
                               this->task().description.element_count)) {
-    frame_.granule_bytes = frame_.unit_bytes;
-    frame_.quantum_bytes = QuantumBytes(env, *accumulator_);
-    search_time_ = ElementSearchTime(spec_);
-  }
-
-  bool ResolveWaits() const override { return ImportanceWaits(spec_); }
-  absl::Status Resolve(ChunkWriter* out) override {
-    return ReadImportance(env(), spec_, stop());
-  }
-
-  absl::Status Reserve(int64_t bytes) override {
-    if (absl::Status s = accumulator_->Reserve(); !s.ok()) return s;
-    return buffer().Reserve(bytes);
-  }
-
-  absl::Status Feed(int64_t offset_bytes,
-                    absl::Span<const uint8_t> data) override {
-    accumulator_->Update(offset_bytes, data);
-    buffer().Append(data);
-    return absl::OkStatus();
+    search_time_ = ElementSearchTime(*spec());
   }
 
  protected:
   bool EncodeIsLong() const override { return takes_long_; }
 
   absl::StatusOr<ResolvedEncoding> Encode() override {
-    const core::HeldTensor held =
-        buffer().Held(*spec_.layout, task().description.element_type);
-    absl::StatusOr<CalibratedEncoding> calibrated = CalibrateTensor(
-        env(), spec_, accumulator_->statistics(), {},
-        takes_long_ ? env().helper_pool : nullptr, stop(), &held);
-    if (!calibrated.ok()) return calibrated.status();
-    SetMantissaBits(calibrated->mantissa_bits);
-    return std::move(calibrated->resolved);
+    return Calibrate(takes_long_ ? env().helper_pool : nullptr);
   }
 
   bool WillReject() const override {
-    const core::ElementCounts& counts = accumulator_->statistics().counts();
+    const core::ElementCounts& counts = accumulator().statistics().counts();
     return task().nan_policy == core::NanPolicy::kReject &&
            counts.nan + counts.positive_infinity + counts.negative_infinity > 0;
-  }
-
-  int64_t RealsOffset(int64_t block) const override {
-    return block * TensorBuffer::kBlockBytes;
   }
 
   absl::Status Answer(int64_t offset_bytes, absl::Span<const uint8_t> block,
@@ -263,8 +216,6 @@ class CalibratingQuantizeJob final : public BufferedQuantizeJob {
   }
 
  private:
-  const ResolvedSpec spec_;
-  const std::unique_ptr<TensorAccumulator> accumulator_;
   const bool takes_long_;
 };
 
@@ -499,8 +450,7 @@ class LocalQuantizeJob final : public TensorJob {
       whole_.degenerate_count = quantizer_->degenerate_count();
       absl::StatusOr<StoredEncoding> stored = task_.store->Put(
           *task_.store_key,
-          std::make_shared<const core::Encoding>(std::move(whole_)),
-          Precondition());
+          std::make_shared<const core::Encoding>(std::move(whole_)), task_.put);
       if (!stored.ok()) return stored.status();
       etag_ = stored->etag;
       stored_ = true;
@@ -556,52 +506,62 @@ class QuantizeRpc final : public TensorRpc {
       return OpenCompensated(header, *std::move(task), **std::move(rounding),
                              caller);
     }
-    switch (header.encoding_source_case()) {
-      case v1::QuantizeHeader::kReference: {
-        absl::StatusOr<EncodingSource> source =
-            EncodingSource::Open(caller, header.reference(), task->name);
-        return OpenStreaming(header, *std::move(task), std::move(source),
-                             "header.reference");
-      }
-      case v1::QuantizeHeader::kEncoding:
-        return OpenStreaming(header, *std::move(task),
-                             EncodingSource::Open(env_, header.encoding()),
-                             "header.encoding");
-      case v1::QuantizeHeader::kSpec:
-        return OpenCalibrating(header, *std::move(task), caller);
-      case v1::QuantizeHeader::ENCODING_SOURCE_NOT_SET:
-        break;
-    }
-    return core::WithField(core::EncodingMissingError(), "header");
+    return header.has_spec() ? OpenCalibrating(header, *std::move(task), caller)
+                             : OpenStreaming(header, *std::move(task), caller);
   }
 
  private:
-  // `field` outlives everything.
+  // An encoding, by name or in full, and the field that has it.
+  struct HeaderEncoding {
+    EncodingSource source;
+    absl::string_view field;
+  };
+
+  // Errors: those of EncodingSource::Open, ENCODING_MISSING; at fields of the
+  // header.
+  absl::StatusOr<HeaderEncoding> OpenEncoding(const v1::QuantizeHeader& header,
+                                              const QuantizeTask& task,
+                                              const Caller& caller) {
+    if (!header.has_reference() && !header.has_encoding()) {
+      return core::WithField(core::EncodingMissingError(), "header");
+    }
+    const absl::string_view field =
+        header.has_reference() ? "header.reference" : "header.encoding";
+    absl::StatusOr<EncodingSource> source =
+        header.has_reference()
+            ? EncodingSource::Open(caller, header.reference(), task.name)
+            : EncodingSource::Open(env_, header.encoding());
+    if (!source.ok()) return core::WithField(source.status(), field);
+    return HeaderEncoding{*std::move(source), field};
+  }
+
   absl::StatusOr<std::unique_ptr<TensorJob>> OpenStreaming(
       const v1::QuantizeHeader& header, QuantizeTask task,
-      absl::StatusOr<EncodingSource> source, absl::string_view field) {
-    if (!source.ok()) return core::WithField(source.status(), field);
+      const Caller& caller) {
+    absl::StatusOr<HeaderEncoding> encoding =
+        OpenEncoding(header, task, caller);
+    if (!encoding.ok()) return encoding.status();
     absl::optional<v1::ByteRange> range;
     if (header.has_range()) range = header.range();
     return std::make_unique<StreamingQuantizeJob>(
-        env_, std::move(task), *std::move(source), field, std::move(range));
+        env_, std::move(task), std::move(encoding->source), encoding->field,
+        std::move(range));
   }
 
   // With its outer maxima. Errors are at fields of the header.
   absl::StatusOr<std::shared_ptr<const ResolvedSpec>> ResolveHeaderSpec(
       const v1::QuantizeHeader& header, const QuantizeTask& task,
       const Caller& caller) {
-    absl::StatusOr<ResolvedSpec> resolved =
-        ResolveElementSpec(env_, caller, task.name, header.spec(),
-                           task.description.shape, task.transport());
+    absl::StatusOr<ResolvedSpec> resolved = ResolveElementSpec(
+        env_, caller, task.name, header.spec(), header.outer_maximum(),
+        task.description, task.transport());
     if (!resolved.ok()) {
-      return core::WithField(resolved.status(), "header.spec");
+      return core::WithField(
+          resolved.status(),
+          core::ErrorReason(resolved.status()) == "OUTER_MAXIMUM"
+              ? "header.outer_maximum"
+              : "header.spec");
     }
-    absl::Status status = core::CheckOuterMaxima(
-        resolved->spec, *resolved->layout, header.outer_maximum());
-    if (!status.ok()) return core::WithField(status, "header.outer_maximum");
-    resolved->outer_maximum.assign(header.outer_maximum().begin(),
-                                   header.outer_maximum().end());
     return std::make_shared<const ResolvedSpec>(*std::move(resolved));
   }
 
@@ -639,12 +599,10 @@ class QuantizeRpc final : public TensorRpc {
     absl::Status status = CheckOutput(task.output, geometry.codes_size_bytes());
     if (!status.ok()) return status;
     absl::StatusOr<std::unique_ptr<TensorAccumulator>> accumulator =
-        TensorAccumulator::Create(env_, task.description.element_type,
-                                  spec->layout, MantissaBitsWhereHeld(*spec),
-                                  SearchBytes(env_, *spec));
+        MakeHeldAccumulator(env_, task.description.element_type, spec.get());
     if (!accumulator.ok()) return accumulator.status();
-    return std::make_unique<CalibratingQuantizeJob>(
-        env_, std::move(task), *spec, *std::move(accumulator));
+    return std::make_unique<CalibratingQuantizeJob>(env_, std::move(task), spec,
+                                                    *std::move(accumulator));
   }
 
   // With rounding that needs the whole tensor.
@@ -658,6 +616,9 @@ class QuantizeRpc final : public TensorRpc {
               "tensor: each column makes up for those before it"),
           "header.range");
     }
+    if (absl::Status s = CheckWholeRows(task.description); !s.ok()) {
+      return core::WithField(s, "header.tensor.global_shape");
+    }
     std::shared_ptr<const ResolvedSpec> spec;
     absl::optional<EncodingSource> source;
     absl::string_view field;
@@ -666,14 +627,7 @@ class QuantizeRpc final : public TensorRpc {
           ResolveHeaderSpec(header, task, caller);
       if (!resolved.ok()) return resolved.status();
       spec = *std::move(resolved);
-    } else if (header.has_reference()) {
-      field = "header.reference";
-      absl::StatusOr<EncodingSource> opened =
-          EncodingSource::Open(caller, header.reference(), task.name);
-      if (!opened.ok()) return core::WithField(opened.status(), field);
-      source = *std::move(opened);
-    } else if (header.has_encoding()) {
-      field = "header.encoding";
+    } else {
       if (header.encoding().scales_in_chunks()) {
         return core::WithField(
             core::ScaleShapeError("scales in chunks with "
@@ -681,12 +635,11 @@ class QuantizeRpc final : public TensorRpc {
                                   "in the encoding"),
             "header.encoding.scales_in_chunks");
       }
-      absl::StatusOr<EncodingSource> opened =
-          EncodingSource::Open(env_, header.encoding());
-      if (!opened.ok()) return core::WithField(opened.status(), field);
-      source = *std::move(opened);
-    } else {
-      return core::WithField(core::EncodingMissingError(), "header");
+      absl::StatusOr<HeaderEncoding> encoding =
+          OpenEncoding(header, task, caller);
+      if (!encoding.ok()) return encoding.status();
+      source = std::move(encoding->source);
+      field = encoding->field;
     }
     return MakeCompensatedQuantizeJob(env_, std::move(task),
                                       std::move(rounding), std::move(spec),

@@ -3,6 +3,7 @@
 #ifndef QUANTD_SERVER_RPC_RPC_ENVIRONMENT_H_
 #define QUANTD_SERVER_RPC_RPC_ENVIRONMENT_H_
 
+#include "absl/strings/string_view.h"
 #include "core/parallel/thread_pool.h"
 #include "server/guard/caller_share.h"
 #include "server/guard/limits.h"
@@ -34,6 +35,8 @@ struct RpcEnvironment {
   // Null without shared memory.
   RegionRegistry* regions;
   ImportQueue* imports;
+  // Of quantd, for what it says of itself.
+  absl::string_view version;
 };
 
 }  // namespace quantd::server

@@ -70,24 +70,61 @@ std::vector<double> MeanSquares(const core::GramState& gram) {
   return means;
 }
 
+// Of the weights that the whole has along a dimension, those of the tensor.
+// Errors: METHOD_INVALID.
+absl::StatusOr<core::Importance> OfSlice(const TensorDescription& description,
+                                         int64_t dimension,
+                                         absl::Span<const double> weights) {
+  if (description.slice.has_value()) {
+    const core::TensorSlice& slice = *description.slice;
+    const auto count = static_cast<int64_t>(weights.size());
+    if (count != slice.global_shape[dimension]) {
+      return core::MethodInvalidError(absl::StrCat(
+          count, " weights, expected ", slice.global_shape[dimension],
+          ", one for each index of the whole tensor"));
+    }
+    weights = weights.subspan(static_cast<size_t>(slice.offset[dimension]),
+                              static_cast<size_t>(slice.shape[dimension]));
+  }
+  return core::Importance::Create(description.shape, dimension, weights);
+}
+
+// Errors: STATISTICS_INCOMPLETE where a feature has no element and others do.
+absl::Status CheckComplete(const core::FeatureMoments& moments) {
+  int64_t missing = -1;
+  bool has_some = false;
+  for (int64_t i = 0; i < moments.feature_count(); ++i) {
+    if (moments.count(i) + moments.left_out(i) > 0) {
+      has_some = true;
+    } else if (missing < 0) {
+      missing = i;
+    }
+  }
+  if (missing < 0 || !has_some) return absl::OkStatus();
+  return core::StatisticsIncompleteError(absl::StrCat(
+      "the moments have no element of feature ", missing, " of ",
+      moments.feature_count(), ", expected all slices of the tensor"));
+}
+
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<SpecImportance>> SpecImportance::Create(
     const RpcEnvironment& env, const Caller& caller,
     const v1::Importance& proto, const v1::TensorName& tensor,
     const core::EncodingSpec& spec, const core::BlockLayout& layout,
-    absl::Span<const int64_t> shape) {
+    const TensorDescription& description) {
   absl::Status status = core::CheckTakesImportance(spec, layout);
   if (!status.ok()) return status;
   const int64_t axis = proto.has_axis() ? proto.axis() : -1;
-  const auto rank = static_cast<int64_t>(shape.size());
+  const auto rank = static_cast<int64_t>(description.shape.size());
   if (axis < -rank || axis >= rank) {
     return core::WithField(core::MethodInvalidError(absl::StrCat(
                                "the axis of the importance is ", axis,
                                ", expected one of a tensor of rank ", rank)),
                            "axis");
   }
-  const int64_t count = shape[axis < 0 ? axis + rank : axis];
+  const int64_t dimension = axis < 0 ? axis + rank : axis;
+  const int64_t count = description.global_shape()[dimension];
   const bool is_inline = !proto.weight().empty();
   if (is_inline && proto.has_inputs()) {
     return core::WithField(
@@ -106,19 +143,15 @@ absl::StatusOr<std::shared_ptr<SpecImportance>> SpecImportance::Create(
       &lease, kCopies * count * static_cast<int64_t>(sizeof(double)),
       kWayOutOfImportance);
   if (!status.ok()) return status;
-  absl::StatusOr<core::Importance> importance =
+  const std::vector<double> weights =
       is_inline
-          ? core::Importance::Create(
-                shape, axis,
-                absl::MakeConstSpan(proto.weight().data(),
-                                    static_cast<size_t>(proto.weight_size())))
-          : core::Importance::Create(
-                shape, axis,
-                std::vector<double>(static_cast<size_t>(count), 1));
+          ? std::vector<double>(proto.weight().begin(), proto.weight().end())
+          : std::vector<double>(static_cast<size_t>(count), 1);
+  absl::StatusOr<core::Importance> importance =
+      OfSlice(description, dimension, weights);
   if (!importance.ok()) return core::WithField(importance.status(), "weight");
-  std::shared_ptr<SpecImportance> created(
-      new SpecImportance(*std::move(importance), {shape.begin(), shape.end()},
-                         axis, std::move(lease)));
+  std::shared_ptr<SpecImportance> created(new SpecImportance(
+      *std::move(importance), description, dimension, std::move(lease)));
   if (!is_inline) {
     absl::StatusOr<EncodingKey> inputs = InputsOf(proto, tensor);
     if (!inputs.ok()) return core::WithField(inputs.status(), "inputs");
@@ -134,7 +167,7 @@ absl::Status SpecImportance::Read(const RpcEnvironment& env,
   const absl::StatusOr<std::vector<double>> weights = ReadWeights(env, stop);
   if (!weights.ok()) return core::WithField(weights.status(), "inputs");
   absl::StatusOr<core::Importance> importance =
-      core::Importance::Create(shape_, axis_, *weights);
+      OfSlice(description_, axis_, *weights);
   if (!importance.ok()) return core::WithField(importance.status(), "inputs");
   importance_ = *std::move(importance);
   inputs_.reset();
@@ -151,7 +184,11 @@ absl::StatusOr<std::vector<double>> SpecImportance::ReadWeights(
   const absl::StatusOr<absl::optional<core::AxisMoments>> moments =
       statistics_->ReadMoments(*inputs_, charge);
   if (!moments.ok()) return moments.status();
-  if (moments->has_value()) return MeanSquares((*moments)->moments);
+  if (moments->has_value()) {
+    absl::Status status = CheckComplete((*moments)->moments);
+    if (!status.ok()) return status;
+    return MeanSquares((*moments)->moments);
+  }
   const absl::StatusOr<absl::optional<core::GramState>> gram =
       statistics_->ReadGram(*inputs_, charge);
   if (!gram.ok()) return gram.status();

@@ -22,6 +22,7 @@
 #include "server/rpc/caller.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/store/statistics_store.h"
+#include "server/wire/encoding_proto.h"
 
 namespace quantd::server {
 
@@ -29,15 +30,16 @@ namespace quantd::server {
 // read, all weights are 1. Not thread-safe.
 class SpecImportance {
  public:
-  // `tensor`  the name of the tensor that has the spec.
-  // `spec`    resolved for `layout`, which is that of `shape`.
+  // `tensor`       the name of the tensor that has the spec.
+  // `spec`         resolved for `layout`, which is that of the shape.
+  // `description`  of a slice, the weights are those of the whole.
   // Errors: METHOD_INVALID, NAME_INVALID, MEMORY_BUDGET; at the fields of an
   // Importance, or at none.
   static absl::StatusOr<std::shared_ptr<SpecImportance>> Create(
       const RpcEnvironment& env, const Caller& caller,
       const v1::Importance& proto, const v1::TensorName& tensor,
       const core::EncodingSpec& spec, const core::BlockLayout& layout,
-      absl::Span<const int64_t> shape);
+      const TensorDescription& description);
 
   // Read asks the store, which may take long.
   bool waits() const { return inputs_.has_value(); }
@@ -50,10 +52,10 @@ class SpecImportance {
   const core::Importance* get() const { return &importance_; }
 
  private:
-  SpecImportance(core::Importance importance, std::vector<int64_t> shape,
+  SpecImportance(core::Importance importance, TensorDescription description,
                  int64_t axis, MemoryBudget::Lease lease)
       : importance_(std::move(importance)),
-        shape_(std::move(shape)),
+        description_(std::move(description)),
         axis_(axis),
         lease_(std::move(lease)) {}
 
@@ -61,7 +63,7 @@ class SpecImportance {
                                                   core::StopToken stop) const;
 
   core::Importance importance_;
-  const std::vector<int64_t> shape_;
+  const TensorDescription description_;
   const int64_t axis_;
   const MemoryBudget::Lease lease_;
   // Whose statistics are still to be read.

@@ -13,6 +13,7 @@
 #include "absl/types/span.h"
 #include "core/parallel/stop_token.h"
 #include "core/statistics/statistics_state.h"
+#include "core/types/tensor_slice.h"
 #include "server/guard/memory_budget.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/wire/contribution_state.h"
@@ -27,12 +28,17 @@ class StateReceiver {
   // What the header says of the state.
   struct Expected {
     int64_t size_bytes = 0;
+    // Of the whole tensor, and which part of it the elements are.
     std::vector<int64_t> shape;
+    absl::optional<core::TensorSlice> slice;
     // In its canonical form.
     std::vector<int64_t> block_size;
     int mantissa_bits = 0;
     // Of the Gram matrix, if there is to be one; valid.
     absl::optional<core::GramState::Parts> gram;
+    // The axis of the moments, if there are to be some, and their features.
+    absl::optional<int64_t> moments_axis;
+    int64_t moments_feature_count = 0;
   };
 
   // `env` must outlive the receiver.
@@ -60,6 +66,12 @@ class StateReceiver {
 
  private:
   absl::Status CheckAsExpected(const core::StatisticsState& state) const;
+  // Adds what is kept beside histograms.
+  // Errors: STATISTICS_INVALID.
+  absl::Status ReadFeatures(core::StatisticsState* state);
+  const core::TensorSlice* slice() const {
+    return expected_.slice.has_value() ? &*expected_.slice : nullptr;
+  }
 
   const RpcEnvironment& env_;
   const Expected expected_;

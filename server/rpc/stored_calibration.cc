@@ -33,6 +33,7 @@ absl::StatusOr<StoredCalibrator::Resolved> StoredCalibrator::Resolve(
     const core::EncodingSpec& spec, ScaleTransport transport,
     core::StopToken stop) {
   const core::StatisticsState& state = stored_.state;
+  if (absl::Status s = core::CheckComplete(state); !s.ok()) return s;
   absl::StatusOr<ResolvedSpec> resolved =
       ResolveSpec(env_, spec, state.shape, transport);
   if (!resolved.ok()) return resolved.status();

@@ -53,9 +53,9 @@ class StoredCalibrator {
   // `spec`  valid, not resolved for the shape.
   // `transport`  of the scales in the answer; kChunks also where they are not
   //              in it.
-  // Errors: those of ResolveSpec and core::StatisticsAt; METHOD_INVALID (a
-  // moving average over more than one source), at the fields of an
-  // EncodingSpec.
+  // Errors: those of ResolveSpec, core::StatisticsAt and core::CheckComplete;
+  // METHOD_INVALID (a moving average over more than one source), at the fields
+  // of an EncodingSpec.
   absl::StatusOr<Resolved> Resolve(const core::EncodingSpec& spec,
                                    ScaleTransport transport,
                                    core::StopToken stop);

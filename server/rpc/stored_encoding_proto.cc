@@ -30,6 +30,10 @@ void StoredEncodingToProto(const EncodingKey& key, const StoredEncoding& stored,
   proto->set_etag(stored.etag);
   proto->set_generation(stored.generation);
   *proto->mutable_update_time() = ToTimestamp(stored.update_time);
+  if (!stored.provenance.empty()) {
+    // A checksum has said that it is what was written.
+    proto->mutable_provenance()->ParseFromString(stored.provenance);
+  }
   if (stored.encoding == nullptr) return;
   proto->set_format(static_cast<v1::NumberFormat>(stored.encoding->format));
   proto->set_scale_count(stored.encoding->scale.size());

@@ -1,13 +1,16 @@
 #include "server/rpc/tensor_header.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "core/errors.h"
+#include "core/types/tensor_slice.h"
 #include "grpcpp/support/byte_buffer.h"
 #include "grpcpp/support/slice.h"
 #include "server/rpc/encoding_source.h"
@@ -44,6 +47,20 @@ absl::StatusOr<MemoryBudget::Lease> ChargeHeader(
       parsed_bytes.ok() ? *parsed_bytes + static_cast<int64_t>(bytes.size())
                         : std::numeric_limits<int64_t>::max(),
       kEncodingWayOut);
+}
+
+absl::Status CheckWholeRows(const TensorDescription& description) {
+  if (!description.slice.has_value()) return absl::OkStatus();
+  const core::TensorSlice& slice = *description.slice;
+  for (size_t d = 1; d < slice.shape.size(); ++d) {
+    if (slice.HasWhole(d)) continue;
+    return core::ShapeInvalidError(
+        absl::StrCat("the slice has ", slice.shape[d], " of ",
+                     slice.global_shape[d], " in dimension ", d,
+                     ", expected whole rows: each of them meets all features "
+                     "of the inputs"));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<TensorDescription> CheckDescription(

@@ -40,6 +40,10 @@ absl::StatusOr<ParsedHeader<Header>> ParseHeader(const RpcEnvironment& env,
 absl::StatusOr<TensorDescription> CheckDescription(
     const RpcEnvironment& env, const v1::TensorDescription& proto);
 
+// Whether a slice has whole rows, as what depends on a layer's inputs needs.
+// Errors: SHAPE_INVALID.
+absl::Status CheckWholeRows(const TensorDescription& description);
+
 // HEADER_INVALID of what is not protobuf.
 absl::Status HeaderBrokenError();
 

@@ -13,6 +13,7 @@
 #include "server/guard/memory_budget.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/encoding_call.h"
+#include "server/rpc/provenance.h"
 #include "server/rpc/scale_checker.h"
 #include "server/rpc/scale_rpcs.h"
 #include "server/rpc/stored_encoding_proto.h"
@@ -67,7 +68,8 @@ class WriteEncodingCall final : public EncodingCall {
     absl::StatusOr<std::unique_ptr<EncodingWriter>> writer =
         caller().encodings->OpenWriter(
             *key, std::make_shared<const core::Encoding>(checker->outline()),
-            checker->has_zero_points(), Precondition{request_.if_match()});
+            checker->has_zero_points(),
+            MadeByClient(env(), request_.if_match()));
     if (!writer.ok()) return writer.status();
     key_ = *std::move(key);
     format_ = proto->format();

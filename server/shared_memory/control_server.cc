@@ -72,7 +72,8 @@ absl::StatusOr<std::unique_ptr<ControlServer>> ControlServer::Start(
     if (!socket.ok()) return socket.status();
     server->sockets_.push_back(*std::move(socket));
   }
-  if (server->stop_.fd() < 0) return core::ListenError("shared memory");
+  if (server->stop_.fd() < 0)
+    return core::ListenError("shared memory", "no descriptor is left");
   server->thread_ = std::thread([s = server.get()] { s->Run(); });
   return server;
 }

@@ -28,7 +28,7 @@ int64_t CostBytes(const EncodingKey& key, const StoredEncoding& stored) {
   const size_t key_bytes =
       key.model.size() + key.revision.size() + key.tensor.size();
   return kOverheadBytes + 2 * static_cast<int64_t>(key_bytes) +
-         static_cast<int64_t>(stored.etag.size()) +
+         static_cast<int64_t>(stored.etag.size() + stored.provenance.size()) +
          core::MemoryBytes(*stored.encoding);
 }
 

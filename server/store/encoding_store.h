@@ -53,14 +53,19 @@ struct StoredEncoding {
   // Grows with every put to the store, over all keys, and never comes back.
   int64_t generation = 0;
   absl::Time update_time;
+  // What made it: a serialized v1::EncodingProvenance; empty where that is not
+  // known, and in lists.
+  std::string provenance{};
 };
 
-// What a put or delete requires of what is there.
+// What a put or delete requires of what is there, and is said of a put.
 struct Precondition {
   // Empty: nothing. "absent": no encoding. Otherwise: this etag.
   std::string if_match;
   // Of a put.
   WriteAccount account{};
+  // Of a put: StoredEncoding::provenance.
+  std::string provenance{};
 };
 
 // A row of a list.

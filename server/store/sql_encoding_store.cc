@@ -24,6 +24,7 @@
 #include "core/types/encoding.h"
 #include "core/types/encoding_memory.h"
 #include "core/types/scale_bytes.h"
+#include "google/protobuf/unknown_field_set.h"
 #include "quantd/v1/encoding.pb.h"
 #include "server/store/encoding_pieces.h"
 #include "server/store/row_checksum.h"
@@ -152,7 +153,9 @@ struct EncodingRowHead {
 
 // What an encoding is.
 struct Content {
-  // v1::Encoding: whole, or with scales_in_chunks.
+  // v1::Encoding: whole, or with scales_in_chunks. With its provenance, as a
+  // field that the message does not have: a quantd that does not know it reads
+  // the encoding and publishes both.
   std::string body;
   // Of the pieces with scales; 0 where the body is whole.
   int64_t id = 0;
@@ -318,8 +321,36 @@ absl::StatusOr<uint64_t> PutRow(SqlConnection& connection,
   return checksum;
 }
 
-StoredEncoding Stored(const EncodingRowHead& head, uint64_t checksum) {
+// Of the provenance, in the message of a body; proto/ keeps it free.
+constexpr int kProvenanceField = 1000;
+
+std::string BodyOf(v1::Encoding message, const std::string& provenance) {
+  if (!provenance.empty()) {
+    *v1::Encoding::GetReflection()
+         ->MutableUnknownFields(&message)
+         ->AddLengthDelimited(kProvenanceField) = provenance;
+  }
+  return message.SerializeAsString();
+}
+
+// Empty where the body has none.
+std::string ProvenanceOf(const v1::Encoding& message) {
+  const google::protobuf::UnknownFieldSet& fields =
+      v1::Encoding::GetReflection()->GetUnknownFields(message);
+  for (int i = 0; i < fields.field_count(); ++i) {
+    const google::protobuf::UnknownField& field = fields.field(i);
+    if (field.number() == kProvenanceField &&
+        field.type() == google::protobuf::UnknownField::TYPE_LENGTH_DELIMITED) {
+      return field.length_delimited();
+    }
+  }
+  return "";
+}
+
+StoredEncoding Stored(const EncodingRowHead& head, uint64_t checksum,
+                      std::string provenance) {
   StoredEncoding stored;
+  stored.provenance = std::move(provenance);
   stored.etag = MakeEtag(head.generation, checksum);
   stored.generation = head.generation;
   stored.update_time = absl::FromUnixMicros(head.update_time_us);
@@ -508,7 +539,7 @@ class SqlEncodingReader final : public EncodingReader {
       : database_(database),
         key_(std::move(key)),
         scale_count_(row.head.scale_count),
-        stored_(Stored(row.head, row.checksum)),
+        stored_(Stored(row.head, row.checksum, ProvenanceOf(row.message))),
         pieces_(std::move(pieces)) {
     stored_.encoding =
         std::make_shared<const core::Encoding>(pieces_.outline());
@@ -605,7 +636,7 @@ class SqlEncodingWriter final : public EncodingWriter {
       }
       message_.set_scales_in_chunks(true);
       message_.set_chunks_have_zero_points(layout_.zero_point_bytes > 0);
-      content_.body = message_.SerializeAsString();
+      content_.body = BodyOf(message_, precondition_.provenance);
       absl::StatusOr<uint64_t> row =
           PutRow(connection, key_, content_, precondition_, &head_);
       if (row.ok()) checksum = *row;
@@ -616,7 +647,7 @@ class SqlEncodingWriter final : public EncodingWriter {
       return s;
     }
     is_staged_ = false;
-    return Stored(head_, checksum);
+    return Stored(head_, checksum, precondition_.provenance);
   }
 
  private:
@@ -791,7 +822,7 @@ absl::StatusOr<StoredEncoding> SqlEncodingStore::Put(
   v1::Encoding message;
   EncodingToProto(*encoding, &message);
   Content content;
-  content.body = message.SerializeAsString();
+  content.body = BodyOf(std::move(message), precondition.provenance);
   EncodingRowHead head;
   head.format = static_cast<int64_t>(encoding->format);
   head.scale_count = scale_count;
@@ -803,7 +834,7 @@ absl::StatusOr<StoredEncoding> SqlEncodingStore::Put(
     return row.status();
   };
   if (absl::Status s = database_->Write(put); !s.ok()) return s;
-  StoredEncoding stored = Stored(head, checksum);
+  StoredEncoding stored = Stored(head, checksum, precondition.provenance);
   stored.encoding = std::move(encoding);
   return stored;
 }
@@ -827,7 +858,8 @@ absl::StatusOr<std::unique_ptr<EncodingReader>> SqlEncodingStore::OpenReader(
     return CorruptEncoding(
         key, absl::StrCat("is invalid: ", encoding.status().message()));
   }
-  StoredEncoding stored = Stored(row.head, row.checksum);
+  StoredEncoding stored =
+      Stored(row.head, row.checksum, ProvenanceOf(row.message));
   stored.encoding =
       std::make_shared<const core::Encoding>(*std::move(encoding));
   return std::make_unique<WholeEncodingReader>(std::move(stored));
@@ -1039,7 +1071,7 @@ absl::StatusOr<SqlEncodingStore::Row> SqlEncodingStore::ReadWhole(
     };
     if (absl::Status s = database_->Read(read); !s.ok()) return s;
     Row result;
-    result.stored = Stored(row.head, row.checksum);
+    result.stored = Stored(row.head, row.checksum, ProvenanceOf(row.message));
     if (!is_complete) {
       // Replaced between its row and its pieces; then the row is another now.
       if (result.stored.etag == incomplete_etag) {

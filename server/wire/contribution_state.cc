@@ -8,9 +8,14 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/optional.h"
+#include "absl/types/span.h"
 #include "core/errors.h"
+#include "google/protobuf/descriptor.h"
 #include "google/protobuf/io/coded_stream.h"
+#include "google/protobuf/message.h"
 #include "google/protobuf/wire_format_lite.h"
 #include "grpcpp/support/byte_buffer.h"
 #include "quantd/v1/statistics.pb.h"
@@ -57,6 +62,10 @@ CodedInputStream StreamOf(absl::string_view bytes) {
                           static_cast<int>(bytes.size()));
 }
 
+bool HasUnknownFields(const google::protobuf::Message& message) {
+  return !message.GetReflection()->GetUnknownFields(message).empty();
+}
+
 absl::Status SplitGram(absl::string_view bytes,
                        ContributionStateBytes* contribution) {
   const uint32_t sums_tag = TagOf(v1::GramState::kCodeSumFieldNumber);
@@ -91,8 +100,7 @@ absl::Status SplitGram(absl::string_view bytes,
   constexpr uint64_t kMax = std::numeric_limits<int64_t>::max();
   if (head.code_sum_size() != 0 || head.part_size() > kMax ||
       head.rows() > kMax || head.left_out_rows() > kMax ||
-      head.clipped_count() > kMax ||
-      !v1::GramState::GetReflection()->GetUnknownFields(head).empty()) {
+      head.clipped_count() > kMax || HasUnknownFields(head)) {
     return AddedStateInvalid(
         "the Gram state has sums that are not packed, a count above ", kMax,
         ", or a field that is not known");
@@ -107,14 +115,15 @@ absl::Status SplitGram(absl::string_view bytes,
   return absl::OkStatus();
 }
 
-absl::StatusOr<int64_t> ParsedStatisticsBytes(absl::string_view bytes) {
+// What `bytes` take as a message of that type.
+absl::StatusOr<int64_t> MessageBytes(absl::string_view bytes,
+                                     const google::protobuf::Descriptor& type) {
   grpc::Slice slice(bytes.data(), bytes.size(), grpc::Slice::STATIC_SLICE);
   grpc::ByteBuffer buffer(&slice, 1);
   constexpr int64_t kNoLimit = int64_t{1} << 60;
-  const absl::StatusOr<int64_t> parsed =
-      ParsedBytes(&buffer, *v1::StatisticsState::descriptor(), kNoLimit);
+  const absl::StatusOr<int64_t> parsed = ParsedBytes(&buffer, type, kNoLimit);
   if (!parsed.ok()) return Malformed();
-  return kStatisticsCopies * *parsed;
+  return *parsed;
 }
 
 }  // namespace
@@ -124,22 +133,27 @@ absl::StatusOr<ContributionStateBytes> SplitContributionState(
   const uint32_t statistics_tag =
       TagOf(v1::ContributionState::kStatisticsFieldNumber);
   const uint32_t gram_tag = TagOf(v1::ContributionState::kGramFieldNumber);
+  const uint32_t moments_tag =
+      TagOf(v1::ContributionState::kMomentsFieldNumber);
   ContributionStateBytes contribution;
   bool has_statistics = false;
-  bool has_gram = false;
   CodedInputStream in = StreamOf(bytes);
   while (const uint32_t tag = in.ReadTag()) {
     absl::string_view value;
-    if ((tag != statistics_tag && tag != gram_tag) ||
+    if ((tag != statistics_tag && tag != gram_tag && tag != moments_tag) ||
         !ReadDelimited(&in, bytes, &value)) {
       return Malformed();
     }
-    bool& has_it = tag == gram_tag ? has_gram : has_statistics;
+    const bool has_it = tag == statistics_tag ? has_statistics
+                        : tag == gram_tag     ? contribution.gram.has_value()
+                                          : contribution.moments.has_value();
     if (has_it)
       return AddedStateInvalid("a part of the ContributionState comes twice");
-    has_it = true;
     if (tag == statistics_tag) {
+      has_statistics = true;
       contribution.statistics = value;
+    } else if (tag == moments_tag) {
+      contribution.moments = value;
     } else if (absl::Status s = SplitGram(value, &contribution); !s.ok()) {
       return s;
     }
@@ -147,15 +161,22 @@ absl::StatusOr<ContributionStateBytes> SplitContributionState(
   if (!in.ConsumedEntireMessage()) return Malformed();
   if (!has_statistics)
     return AddedStateInvalid("the ContributionState has no statistics");
-  const absl::StatusOr<int64_t> parsed =
-      ParsedStatisticsBytes(contribution.statistics);
+  absl::StatusOr<int64_t> parsed =
+      MessageBytes(contribution.statistics, *v1::StatisticsState::descriptor());
   if (!parsed.ok()) return parsed.status();
-  contribution.statistics_memory_bytes = *parsed;
+  contribution.statistics_memory_bytes = kStatisticsCopies * *parsed;
+  if (contribution.moments.has_value()) {
+    parsed =
+        MessageBytes(*contribution.moments, *v1::FeatureMoments::descriptor());
+    if (!parsed.ok()) return parsed.status();
+    contribution.moments_memory_bytes = *parsed;
+  }
   return contribution;
 }
 
 absl::StatusOr<core::StatisticsState> ReadContributedStatistics(
-    const ContributionStateBytes& bytes) {
+    const ContributionStateBytes& bytes, absl::Span<const int64_t> shape,
+    const core::TensorSlice* slice) {
   v1::StatisticsState proto;
   if (!proto.ParseFromArray(bytes.statistics.data(),
                             static_cast<int>(bytes.statistics.size()))) {
@@ -163,8 +184,36 @@ absl::StatusOr<core::StatisticsState> ReadContributedStatistics(
   }
   absl::StatusOr<core::StatisticsState> state = StateFromProto(proto);
   if (!state.ok()) return state;
-  if (absl::Status s = core::CheckElementCounts(*state); !s.ok()) return s;
+  if (state->shape != shape) {
+    return AddedStateInvalid(
+        "the state has the shape [", absl::StrJoin(state->shape, ", "),
+        "], expected [", absl::StrJoin(shape, ", "), "], that of the header");
+  }
+  if (absl::Status s = core::CheckElementCounts(*state, slice); !s.ok()) {
+    return s;
+  }
   return state;
+}
+
+absl::StatusOr<core::AxisMoments> ReadContributedMoments(
+    const ContributionStateBytes& bytes, int64_t axis, int64_t feature_count) {
+  v1::FeatureMoments message;
+  if (!message.ParseFromArray(bytes.moments->data(),
+                              static_cast<int>(bytes.moments->size()))) {
+    return Malformed();
+  }
+  if (int64_t{message.axis()} != axis ||
+      int64_t{message.count_size()} != feature_count) {
+    return AddedStateInvalid("the moments are of ", message.count_size(),
+                             " features along axis ", message.axis(),
+                             ", expected ", feature_count, " along axis ", axis,
+                             ", those of the header");
+  }
+  if (HasUnknownFields(message) || HasUnknownFields(message.sum()) ||
+      HasUnknownFields(message.square_sum())) {
+    return AddedStateInvalid("the moments have a field that is not known");
+  }
+  return MomentsFromProto(message);
 }
 
 core::GramState::Parts ReadContributedGram(

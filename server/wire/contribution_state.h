@@ -9,8 +9,10 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/optional.h"
+#include "absl/types/span.h"
 #include "core/statistics/gram_state.h"
 #include "core/statistics/statistics_state.h"
+#include "core/types/tensor_slice.h"
 
 namespace quantd::server {
 
@@ -22,8 +24,12 @@ struct ContributionStateBytes {
   absl::optional<core::GramState::Parts> gram;
   // Its sums, one after another, 8 bytes each.
   std::vector<absl::string_view> gram_sums;
-  // What reading the statistics takes in memory at most.
+  // A serialized v1.FeatureMoments, if there is one.
+  absl::optional<absl::string_view> moments;
+  // What reading the statistics takes in memory at most, and the message of the
+  // moments.
   int64_t statistics_memory_bytes = 0;
+  int64_t moments_memory_bytes = 0;
 };
 
 // Takes any bytes. Holds little: what is large stays where it is.
@@ -33,10 +39,20 @@ absl::StatusOr<ContributionStateBytes> SplitContributionState(
     absl::string_view bytes);
 
 // Reads the statistics. Everything that a state holds to is checked, and that
-// its elements are those of whole tensors of its shape.
+// its elements are those of whole tensors of its shape, or of slices.
+// `shape`  that the state is to have, with `slice` of the whole; `slice` may be
+//          null.
 // Errors: STATISTICS_INVALID.
 absl::StatusOr<core::StatisticsState> ReadContributedStatistics(
-    const ContributionStateBytes& bytes);
+    const ContributionStateBytes& bytes, absl::Span<const int64_t> shape,
+    const core::TensorSlice* slice);
+
+// Reads the moments.
+// `axis`, `feature_count`  that they are to have.
+// Requires: bytes.moments has a value.
+// Errors: STATISTICS_INVALID.
+absl::StatusOr<core::AxisMoments> ReadContributedMoments(
+    const ContributionStateBytes& bytes, int64_t axis, int64_t feature_count);
 
 // What is to be given to GramState::FromParts.
 // Requires: bytes.gram has a value.

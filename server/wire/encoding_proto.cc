@@ -16,6 +16,7 @@
 #include "core/formats/number_format.h"
 #include "core/types/block_layout.h"
 #include "core/types/scale_bytes.h"
+#include "core/types/tensor_slice.h"
 #include "server/wire/names.h"
 
 namespace quantd::server {
@@ -347,6 +348,21 @@ absl::StatusOr<TensorDescription> DescriptionFromProto(
   absl::StatusOr<int64_t> count = core::ElementCount(description.shape);
   if (!count.ok()) return core::WithField(count.status(), "shape");
   description.element_count = *count;
+  if (proto.global_shape().empty()) {
+    if (proto.offset().empty()) return description;
+    return core::WithField(
+        core::ShapeInvalidError("an offset without the shape of the whole"),
+        "global_shape");
+  }
+  core::TensorSlice& slice = description.slice.emplace();
+  slice.shape = description.shape;
+  slice.global_shape.assign(proto.global_shape().begin(),
+                            proto.global_shape().end());
+  slice.offset.assign(proto.offset().begin(), proto.offset().end());
+  if (slice.offset.empty()) slice.offset.resize(slice.shape.size());
+  if (absl::Status s = core::CheckSlice(slice); !s.ok()) {
+    return core::WithField(s, "global_shape");
+  }
   return description;
 }
 

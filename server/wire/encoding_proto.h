@@ -7,12 +7,14 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/types/optional.h"
 #include "core/calibrate/encoding_spec.h"
 #include "core/calibrate/prediction.h"
 #include "core/quantize/quantize.h"
 #include "core/types/element_type.h"
 #include "core/types/encoding.h"
 #include "core/types/scale_window.h"
+#include "core/types/tensor_slice.h"
 #include "quantd/v1/encoding.pb.h"
 #include "quantd/v1/tensor.pb.h"
 
@@ -72,6 +74,17 @@ struct TensorDescription {
   core::ElementType element_type{};
   std::vector<int64_t> shape;
   int64_t element_count = 0;
+  // Of a tensor that is not whole; of `shape`, and valid.
+  absl::optional<core::TensorSlice> slice = absl::nullopt;
+
+  // Of the whole tensor.
+  const std::vector<int64_t>& global_shape() const {
+    return slice.has_value() ? slice->global_shape : shape;
+  }
+  // Null where it is whole.
+  const core::TensorSlice* slice_or_null() const {
+    return slice.has_value() ? &*slice : nullptr;
+  }
 };
 
 // Errors: NAME_INVALID, ELEMENT_TYPE_UNKNOWN, SHAPE_INVALID, at the message's

@@ -33,6 +33,7 @@ enum class Rpc : int {
   kDeleteStatistics,
   kExportEncodings,
   kImportEncodings,
+  kGetServerInfo,
 };
 
 // What a request is made of, and so how much memory one may take.
@@ -75,6 +76,7 @@ inline constexpr RpcRow kRpcs[] = {
     {Rpc::kDeleteStatistics, "DeleteStatistics", RequestSize::kNames},
     {Rpc::kExportEncodings, "ExportEncodings", RequestSize::kPatterns},
     {Rpc::kImportEncodings, "ImportEncodings", RequestSize::kScales},
+    {Rpc::kGetServerInfo, "GetServerInfo", RequestSize::kNames},
 };
 
 inline constexpr int kRpcCount = static_cast<int>(std::size(kRpcs));

@@ -1,8 +1,12 @@
 #include "server/wire/statistics_proto.h"
 
+#include <xxhash.h>
+
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -203,6 +207,28 @@ void StateToProto(const core::StatisticsState& state,
   for (const core::Histogram& histogram : state.statistics.histograms()) {
     HistogramToProto(histogram, proto->add_histograms());
   }
+}
+
+uint64_t StateDigest(const core::StatisticsState& state) {
+  const std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> digest(
+      XXH3_createState(), &XXH3_freeState);
+  XXH3_64bits_reset(digest.get());
+  std::string bytes;
+  const auto add = [&](const v1::StatisticsState& message) {
+    message.SerializeToString(&bytes);
+    XXH3_64bits_update(digest.get(), bytes.data(), bytes.size());
+  };
+  v1::StatisticsState outline;
+  OutlineToProto(state, state.statistics.mantissa_bits(), &outline);
+  add(outline);
+  // A message that has one histogram is the bytes of that histogram.
+  v1::StatisticsState one;
+  for (const core::Histogram& histogram : state.statistics.histograms()) {
+    one.clear_histograms();
+    HistogramToProto(histogram, one.add_histograms());
+    add(one);
+  }
+  return XXH3_64bits_digest(digest.get());
 }
 
 absl::StatusOr<core::Histogram> HistogramFromProto(const v1::Histogram& proto,

@@ -28,6 +28,9 @@ void OutlineToProto(const core::StatisticsState& state, int mantissa_bits,
 // One of them.
 void HistogramToProto(const core::Histogram& histogram, v1::Histogram* proto);
 
+// XXH3 (64 bits, seed 0) of the bytes of StateToProto.
+uint64_t StateDigest(const core::StatisticsState& state);
+
 // Takes any message, and leaves histograms out: the state has none. What can
 // be checked without them is.
 // Errors: STATISTICS_INVALID.

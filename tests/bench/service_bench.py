@@ -20,6 +20,8 @@ GB/s of float32; beside quantd's
 The rows of shared memory are tensors of 256 MiB in memory shared with the
 server, beside the same over TCP and beside the kernel in one process
 (kernels_bench), on as many threads as there are processors.
+The rows of TLS are 1, 2 and 4 streams, each on its own connection, beside the same
+in plaintext: a connection encrypts on one thread at a time.
 Small tensors are 1 KiB on an open stream, beside a gRPC stream that echoes
 messages of that size (peers/grpc_echo).
 """
@@ -188,16 +190,22 @@ class Bench:
                                  rates["quantd"], rates[side], goal))
 
     def evaluate(self, quantd):
+        def drive_evaluate(metrics):
+            return self.drive_quantd(quantd, "evaluate", "--in-flight", 2,
+                                     "--candidates", 4, "--metrics", metrics)
+
         results = interleave({
-            "evaluate": lambda: self.drive_quantd(
-                quantd, "evaluate", "--in-flight", 2, "--candidates", 4),
+            "all": lambda: drive_evaluate("all"),
+            "sweep": lambda: drive_evaluate("sweep"),
             "calibrate": lambda: self.drive_quantd(quantd, "calibrate",
                                                    "--in-flight", 2),
         }, self.rounds)
         rates = {side: [item["gigabytes_per_second"] for item in items]
                  for side, items in results.items()}
-        self.rows.append(row("evaluate, 4 candidates / calibrate", "GB/s",
-                             rates["evaluate"], rates["calibrate"], 0.5))
+        for metrics, goal in (("sweep", 0.5), ("all", None)):
+            self.rows.append(row(
+                f"evaluate, 4 candidates, {metrics} / calibrate", "GB/s",
+                rates[metrics], rates["calibrate"], goal))
 
     def small(self, quantd):
         """Ping-pong and bulk of small tensors."""
@@ -263,6 +271,36 @@ class Bench:
             self.rows.append(row(f"shared memory, 256 MiB / {side}", "GB/s",
                                  rates["shared"], rates[side], goal))
 
+    def tls(self, quantd):
+        """Encrypted streams beside the same in plaintext."""
+        with tempfile.TemporaryDirectory() as folder:
+            certificate = os.path.join(folder, "server.pem")
+            key = os.path.join(folder, "server.key")
+            subprocess.run(
+                ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes",
+                 "-subj", "/CN=localhost", "-addext",
+                 "subjectAltName=IP:127.0.0.1", "-days", "1", "-keyout", key,
+                 "-out", certificate], check=True, stderr=subprocess.DEVNULL)
+            with Quantd(self.build, folder, flags=[
+                    "--tls-certificate", certificate, "--tls-key",
+                    key]) as encrypted:
+                for count in (1, 2, 4):
+                    streams = ("--in-flight", 2, "--streams", count,
+                               "--connections", count)
+                    results = interleave({
+                        "TLS": lambda streams=streams: self.drive_quantd(
+                            encrypted, "quantize", "--tls-ca", certificate,
+                            *streams),
+                        "plaintext": lambda streams=streams: self.drive_quantd(
+                            quantd, "quantize", *streams),
+                    }, self.rounds)
+                    rates = {side: [item["gigabytes_per_second"]
+                                    for item in items]
+                             for side, items in results.items()}
+                    self.rows.append(row(
+                        f"TLS, {count} connections / plaintext", "GB/s",
+                        rates["TLS"], rates["plaintext"], None))
+
     def many_streams(self, quantd):
         """Many streams, for what they take of the server's memory."""
         self.drive_quantd(quantd, "quantize", "--streams", 64, "--connections",
@@ -280,6 +318,7 @@ class Bench:
                 for operation in SHAPES:
                     self.throughput(quantd, operation, plain, python)
             self.evaluate(quantd)
+            self.tls(quantd)
             self.small(quantd)
             self.many_streams(quantd)
             self.shared_memory(quantd)

@@ -53,5 +53,15 @@ TEST(CpuTest, RefusesAnUnknownTargetAndNamesTheOthers) {
   ASSERT_TRUE(SetSimdTarget("auto").ok());
 }
 
+TEST(CpuTest, NamesTheCpuInPrintableText) {
+  const std::string name = CpuName();
+#if defined(__x86_64__)
+  EXPECT_EQ(name.rfind("x86-64", 0), 0) << name;
+#else
+  EXPECT_EQ(name.rfind("aarch64", 0), 0) << name;
+#endif
+  for (const char c : name) EXPECT_TRUE(c >= ' ' && c <= '~') << name;
+}
+
 }  // namespace
 }  // namespace quantd::core

@@ -57,7 +57,7 @@ TEST(ErrorTableTest, HasARowPerReason) {
 TEST(ErrorTableTest, SaysWhatTheFunctionsMake) {
   for (const absl::Status& status :
        {ChunkTooLargeError(1, 2), StoreCorruptError("x"), StreamAgeError({}),
-        ModelDeniedError("m"), ListenError("a"), UnexpectedError("id")}) {
+        ModelDeniedError("m"), ListenError("a", "b"), UnexpectedError("id")}) {
     const ErrorInfo* row = FindError(ErrorReason(status));
     ASSERT_NE(row, nullptr) << status;
     EXPECT_EQ(status.code(), row->code) << status;

@@ -32,6 +32,13 @@ FOLDER = os.path.join(configuration.ROOT, "deploy/kubernetes")
 # Modules of kubernetes-types, by what stands before the version.
 MODULES = {"": "core", "apps": "apps", "autoscaling": "autoscaling",
            "networking.k8s.io": "networking", "policy": "policy"}
+# Types of the Prometheus operator, which kubernetes-types has not, and the keys
+# that are used of them.
+OPERATOR = "monitoring.coreos.com/v1"
+OPERATOR_KEYS = {
+    "PodMonitor": {"selector", "sampleLimit", "podMetricsEndpoints"},
+    "PrometheusRule": {"groups"}}
+ENDPOINT_KEYS = {"port", "path", "interval"}
 # What pods of the profile "restricted" may mount.
 RESTRICTED_VOLUMES = {"configMap", "emptyDir", "secret"}
 
@@ -86,6 +93,8 @@ def type_errors(rendered):
             with open(os.path.join(folder, name + ".ts"), "w",
                       encoding="utf-8") as file:
                 for number, item in enumerate(objects):
+                    if item["apiVersion"] == OPERATOR:
+                        continue
                     group, version = ("/" + item["apiVersion"]).split("/")[-2:]
                     file.write(
                         f'export const object{number}: import("'
@@ -351,6 +360,35 @@ class KubernetesTest(unittest.TestCase):
             self.assertGreater(fleet.autoscaler["spec"]["minReplicas"],
                                fleet.only("PodDisruptionBudget")["spec"][
                                    "maxUnavailable"])
+
+    def test_ThePrometheusOperatorScrapesThePodsByTheRules(self):
+        if "everything" not in self.rendered:
+            self.skipTest("this kubectl knows no components")
+        fleet = Fleet(self.rendered["everything"])
+        kinds = {item["kind"]: item for item in fleet.objects
+                 if item["apiVersion"] == OPERATOR}
+        self.assertEqual(set(kinds), set(OPERATOR_KEYS))
+        for kind, item in kinds.items():
+            self.assertLessEqual(set(item["spec"]), OPERATOR_KEYS[kind])
+        monitor = kinds["PodMonitor"]["spec"]
+        self.assertLessEqual(monitor["selector"]["matchLabels"].items(),
+                             fleet.template["metadata"]["labels"].items())
+        endpoint, = monitor["podMetricsEndpoints"]
+        self.assertLessEqual(set(endpoint), ENDPOINT_KEYS)
+        self.assertIn(endpoint["port"], [item["name"] for item in
+                                         fleet.container["ports"]])
+        self.assertEqual(endpoint["path"], "/metrics")
+        rules = os.path.join(configuration.ROOT, "deploy/prometheus/rules.yml")
+        with open(rules, encoding="utf-8") as file:
+            self.assertEqual(kinds["PrometheusRule"]["spec"],
+                             yaml.safe_load(file))
+        if shutil.which("promtool"):
+            with tempfile.TemporaryDirectory() as folder:
+                path = os.path.join(folder, "rules.yml")
+                with open(path, "w", encoding="utf-8") as file:
+                    yaml.safe_dump(kinds["PrometheusRule"]["spec"], file)
+                subprocess.run(["promtool", "check", "rules", path], check=True,
+                               capture_output=True)
 
     def test_TheExampleOfAClientMayCall(self):
         if "example" not in self.rendered:

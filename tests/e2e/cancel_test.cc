@@ -179,6 +179,12 @@ std::vector<Call> AllCalls() {
   *quantize.mutable_spec() = SlowSpec({1, 16});
   quantize.mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
   add_quantize(kSmallBlocks, false)->is_slow = true;
+  // One tensor takes a fast machine less than the tests wait for.
+  const std::vector<std::string> one_tensor = calls.back().messages;
+  for (int i = 0; i < 15; ++i) {
+    calls.back().messages.insert(calls.back().messages.end(),
+                                 one_tensor.begin(), one_tensor.end());
+  }
   // A column is a block: all of them are searched when the last row has come.
   *quantize.mutable_spec() = SlowSpecOfColumns();
   quantize.set_scales_in_chunks(true);

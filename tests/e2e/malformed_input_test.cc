@@ -1354,6 +1354,13 @@ std::vector<StreamCase> EvaluateCases() {
           },
           Invalid("METHOD_INVALID"), "header.candidates[1].spec.gamma"),
       bad(
+          "a metric that there is not",
+          [](H& h) {
+            h.add_metrics(v1::ERROR_METRIC_SQNR_DB);
+            h.add_metrics(static_cast<v1::ErrorMetric>(1));
+          },
+          Invalid("ENUM_UNKNOWN"), "header.metrics[1]"),
+      bad(
           "comparison with candidates", [](H& h) { h.set_comparison(true); },
           Invalid("CANDIDATES_INVALID"), "header.candidates"),
       {"comparison of half of the pairs",

@@ -214,6 +214,21 @@ TEST_F(ConfigTest, ReadsVariables) {
   EXPECT_EQ(config.limits.memory_budget_bytes, 64 << 20);
 }
 
+TEST_F(ConfigTest, TellsVariablesThatNobodyReads) {
+  Set("QUANTD_MEMORY_BUDGET", "1GiB");
+  Set("QUANTD_THREAD", "4");
+  // quantctl's, and those of a service in Kubernetes.
+  Set("QUANTD_SERVER", "unix:/a");
+  Set("QUANTD_SERVICE_HOST", "10.0.0.1");
+  Set("QUANTD_SERVICE_PORT_GRPC", "8430");
+  Set("QUANTD_PORT", "tcp://10.0.0.1:8430");
+  Set("QUANTD_PORT_8430_TCP_ADDR", "10.0.0.1");
+  const absl::StatusOr<CommandLine> parsed = Parse({});
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  EXPECT_THAT(parsed->unknown_variables,
+              ElementsAre("QUANTD_MEMORY_BUDGET", "QUANTD_THREAD"));
+}
+
 TEST_F(ConfigTest, ReadsAFile) {
   Set("QUANTD_CONFIG", File("# comment\n"
                             "listen = [\"127.0.0.1:1\", \"unix:/a b\"]\n"
@@ -352,6 +367,9 @@ TEST_F(ConfigTest, NamesFlagExpectationAndValue) {
            {"metrics-count", {"0", "1KiB"}, "a whole number from"},
            {"metrics-count", {"-5"}, "a whole number from"},
            {"statistics-limit", {"0", "1GiB"}, "a size from 1KiB to 512MiB"},
+           {"gram-features",
+            {"127", "32769", "1KiB"},
+            "a whole number from 128 to 32768"},
            {"memory-budget-bytes", {"0"}, "a size from"},
            {"memory-wait", {"2m"}, "a duration from 0 to 1m"},
            {"response-chunk-bytes", {"1"}, "a size from"},
@@ -438,6 +456,9 @@ TEST_F(ConfigTest, RefusesWhatTheParserDoesNotKnow) {
 }
 
 TEST_F(ConfigTest, ChecksLimitsAgainstEachOther) {
+  EXPECT_THAT(Error({"--gram-features=1000"}),
+              HasSubstr("--gram-features: expected a multiple of 128, got "
+                        "1000"));
   EXPECT_THAT(Error({"--chunk-bytes=32MiB"}),
               AllOf(HasSubstr("--chunk-bytes"), HasSubstr("--message-bytes")));
   EXPECT_THAT(

@@ -658,41 +658,6 @@ TEST_F(ClientTest, TimeEndsRetriesAndNotTheirNumber) {
   EXPECT_TRUE(left.empty());
 }
 
-TEST_F(ClientTest, SaysWhyAServerIsNotThere) {
-  const auto cause_of = [](const grpc::StatusCode code, const char* text) {
-    return UnreachableCauseOf(
-        FromGrpcStatus(grpc::Status(code, text), "t", absl::Seconds(1)));
-  };
-  constexpr char kBegin[] =
-      "failed to connect to all addresses; last error: UNKNOWN: ";
-  EXPECT_EQ(cause_of(grpc::UNAVAILABLE,
-                     absl::StrCat(kBegin,
-                                  "ipv4:127.0.0.1:1: Failed to connect "
-                                  "to remote host: Connection refused")
-                         .c_str()),
-            UnreachableCause::kNothingListens);
-  EXPECT_EQ(
-      cause_of(grpc::UNAVAILABLE,
-               absl::StrCat(kBegin, "ipv4:127.0.0.1:1: Socket closed").c_str()),
-      UnreachableCause::kClosed);
-  // While a call was under way.
-  EXPECT_EQ(cause_of(grpc::UNAVAILABLE, "Socket closed"),
-            UnreachableCause::kOther);
-  EXPECT_EQ(
-      cause_of(grpc::UNIMPLEMENTED, "Received http2 header with status: 404"),
-      UnreachableCause::kNotQuantd);
-  EXPECT_EQ(cause_of(grpc::NOT_FOUND, "ENCODING_NOT_FOUND: x"),
-            UnreachableCause::kOther);
-  const absl::Status status =
-      WithAttempts(ServerUnreachableError("t", "wrong version number",
-                                          UnreachableCause::kNoTls),
-                   3);
-  EXPECT_EQ(UnreachableCauseOf(status), UnreachableCause::kNoTls);
-  EXPECT_EQ(status.message(),
-            "SERVER_UNREACHABLE: what listens at t does not speak TLS (after 3 "
-            "attempts)");
-}
-
 TEST_F(ClientTest, ADeadlineCoversAllAttempts) {
   server_.faults().unavailable_streams = 1 << 20;
   ClientOptions options = OptionsFor(server_.target());

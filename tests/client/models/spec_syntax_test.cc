@@ -219,9 +219,20 @@ TEST(SpecSyntaxTest, SpecsOfATensorMayBeTypesOfGguf) {
   EXPECT_EQ(set.For("c")->granularity.group, 32);
   const absl::Status status = AddSpec("d*=q4_K:mse", &set, &has_base);
   EXPECT_NE(status.message().find("q4_K alone"), std::string::npos) << status;
-  // No other place has them.
+  // The server's formats are others.
   EXPECT_FALSE(ParseSpec("q4_K").ok());
-  EXPECT_FALSE(ParseCandidate("q6_K").ok());
+  const absl::StatusOr<Candidate> candidate = ParseCandidate("q5_k");
+  ASSERT_TRUE(candidate.ok()) << candidate.status();
+  EXPECT_EQ(candidate->spec.gguf_type, "q5_K");
+  // GGUF has other rows as they are.
+  EXPECT_TRUE(candidate->spec.SpecOf({2, 96}).ok());
+  for (const std::vector<int64_t>& shape :
+       {std::vector<int64_t>{2, 40}, {96}, {}}) {
+    const absl::Status refused = candidate->spec.SpecOf(shape).status();
+    EXPECT_NE(refused.message().find("a multiple of 32 elements for q5_K"),
+              std::string::npos)
+        << refused;
+  }
 }
 
 TEST(SpecSyntaxTest, SpecsComeFromAFile) {

@@ -147,7 +147,7 @@ class ArgumentsTest(unittest.TestCase):
         clock = mock.Mock()
         pauses = []
 
-        def pause(connection, seconds, error):
+        def pause(connection, seconds, error, channel=None):
             pauses.append(seconds)
             self.assertLess(len(pauses), 1000)
             clock.monotonic.return_value += seconds

@@ -8,6 +8,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -925,6 +926,49 @@ class ClientTest(unittest.TestCase):
                          int8.overall.sum_squared_error)
         self.assertIsNone(plain.overall.kl_divergence)
         self.assertEqual(plain.label, "mine")
+
+    def test_MeasuresWhatIsAskedFor(self):
+        x = data_of(30, 40)
+        x[3, 5] = np.inf
+        specs = ["int4:per-channel", "nf4", "float8_e4m3fn"]
+        every = self.client.evaluate(x, specs, per_scale_index=True)
+        compared = self.client.compare(x, x + 1)
+        names = ("zero_flushed_count", "sum_squared_error",
+                 "mean_squared_error", "mean_absolute_error",
+                 "max_absolute_error", "mean_relative_error",
+                 "max_relative_error", "sqnr_db", "cosine_similarity")
+        noise = ("sqnr_db", "max_absolute_error", "mean_squared_error",
+                 "sum_squared_error")
+        for asked in (*((name,) for name in names), noise, names):
+            with self.subTest(asked):
+                some = self.client.evaluate(x, specs, per_scale_index=True,
+                                            metrics=asked)
+                pairs = [(got.overall, want.overall)
+                         for got, want in zip(some, every)]
+                pairs += [pair for got, want in zip(some, every)
+                          for pair in zip(got.per_scale_index,
+                                          want.per_scale_index)]
+                pairs.append((self.client.compare(x, x + 1, metrics=asked),
+                              compared))
+                for got, want in pairs:
+                    for name in ("count", "non_finite_count",
+                                 "clipped_low_count", "clipped_high_count",
+                                 *asked):
+                        self.assertEqual(getattr(got, name),
+                                         getattr(want, name), name)
+                    for name in set(names) - set(asked):
+                        left_out = getattr(got, name)
+                        if name == "zero_flushed_count":
+                            self.assertIsNone(left_out)
+                        else:
+                            self.assertTrue(math.isnan(left_out), name)
+                        self.assertNotIn(name, got.to_dicts()[0])
+        (chunked,) = self.client.evaluate_chunks(
+            [x], "nf4", shape=x.shape, metrics="sqnr_db")
+        self.assertEqual(chunked.overall.sqnr_db, every[1].overall.sqnr_db)
+        self.assert_fails("ARGUMENT_INVALID",
+                          lambda: self.client.evaluate(x, "int8",
+                                                       metrics=["sqnr"]))
 
     def test_HealthIsThatOfTheServer(self):
         self.assertEqual(self.client.health(), "SERVING")

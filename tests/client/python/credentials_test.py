@@ -119,6 +119,42 @@ class CredentialsTest(unittest.TestCase):
         quantd.Client("db:8430", token_file=path,
                       credentials=quantd.tls_credentials()).close()
 
+    def connections(self, address):
+        """How many there are to it."""
+        port = f":{int(address.rsplit(':', 1)[1]):04X}"
+        rows = []
+        # gRPC has sockets of IPv6 for both.
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            with open(table, encoding="ascii") as file:
+                rows += [line.split() for line in file][1:]
+        # 01 is ESTABLISHED.
+        return sum(row[2].endswith(port) and row[3] == "01" for row in rows)
+
+    def test_tls_streams_have_connections_of_their_own(self):
+        authority = certificates.Authority("authority")
+        certificate, key = authority.issue("server", names=[
+            "127.0.0.1"]).write(self.folder, "server")
+        ca = self.write("ca", authority.certificate.decode())
+        server = self.serve("--tls-certificate", certificate, "--tls-key", key)
+        credentials = quantd.tls_credentials(ca)
+
+        def open_stream(client):
+            """Has a stream as long as it is not closed."""
+            answers = client.quantize_many(
+                [("a", ARRAY), ("b", ARRAY)], "int8", min_rank=0)
+            next(answers)
+            return answers
+
+        with quantd.Client(server.address, credentials=credentials) as client:
+            for _ in range(3):
+                self.use(client)
+            # The stream of each method serves one call after another.
+            self.assertEqual(self.connections(server.address), 2)
+            streams = [open_stream(client) for _ in range(6)]
+            self.assertEqual(self.connections(server.address), 4)
+            for stream in streams:
+                stream.close()
+
     def test_speaks_tls(self):
         authority = certificates.Authority("authority")
         server_paths = authority.issue("server", names=["127.0.0.1"]).write(

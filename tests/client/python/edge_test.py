@@ -104,6 +104,43 @@ def test_batches_differ_where_nothing_is_split(client):
         client, quantd.TensorName("batches", "b"))
 
 
+def moments_of(client, name):
+    found = client.get_statistics(name, with_moments=True).moments
+    return found.state.SerializeToString(deterministic=True)
+
+
+@pytest.mark.parametrize("kind", ("torch", "numpy"))
+@pytest.mark.parametrize("element_type", FLOATS)
+def test_moments_are_worth_the_data(client, kind, element_type):
+    for number, (shape, axis) in enumerate((
+            ((3, 50), -1), ((3, 50), 0), ((4, 5, 6, 2), 1), ((70,), 0),
+            ((90, 400), 1), ((2, 3), -2))):
+        model = f"moments/{kind}-{element_type}-{number}"
+        data, made = (quantd.TensorName(model, name) for name in ("a", "b"))
+        tensors = [tensor(shape, element_type, seed) for seed in range(3)]
+        features = quantd.FeatureStatistics(moments=True, axis=axis)
+        for sequence, value in enumerate(tensors, 1):
+            client.calibrate(value, data, contribution=quantd.Contribution(
+                "job", sequence, features=features))
+        contribute(client, made, state_of(tensors[:2], kind, moments=True,
+                                          axis=axis))
+        result = contribute(client, made, state_of(
+            tensors[2:], kind, moments=True, axis=axis), "other")
+        assert stored(client, made) == stored(client, data), shape
+        assert moments_of(client, made) == moments_of(client, data), shape
+        assert result.contribution.moments.feature_count == shape[axis]
+
+
+def test_moments_of_nothing_and_of_zeros(client):
+    for number, values in enumerate((np.zeros((3, 4)), np.zeros((0, 4)),
+                                     np.full((2, 4), np.nan))):
+        name = quantd.TensorName("moments", f"zeros-{number}")
+        state = state_of([torch.from_numpy(values).float()], "numpy",
+                         moments=True)
+        contribute(client, name, state)
+        assert client.get_statistics(name).statistics.count == values.size
+
+
 def codes(client, name):
     """Of a weight that is rounded for these inputs."""
     features = tuple(client.get_statistics(name, with_state=True).state.shape)[1]
@@ -160,6 +197,8 @@ def test_four_ranks_in_any_order_with_data_or_states(client):
     ranks = [[tensor((rows, 96), seed=10 * rank + rows, odd=rank == 2)
               for rows in (5, 30, 12)] for rank in range(4)]
     steps = steps_of(ranks[0][0])
+    features = quantd.FeatureStatistics(gram=True, step_exponent=steps,
+                                        moments=True)
     random = np.random.default_rng(3)
     seen = set()
     for number, order in enumerate([*itertools.permutations(range(4))][::4]):
@@ -177,18 +216,20 @@ def test_four_ranks_in_any_order_with_data_or_states(client):
                 batches = batches[count:]
                 sequence += 1
                 if random.random() < .6:
-                    value = state_of(some, "torch", step_exponent=steps)
+                    value = state_of(some, "torch", step_exponent=steps,
+                                     moments=True)
                 else:
                     value = torch.cat(some)
                 for _ in range(1 + (random.random() < .3)):
-                    contribute(client, name, value, f"rank-{rank}", sequence,
-                               steps)
+                    client.calibrate(value, name, contribution=(
+                        quantd.Contribution(f"rank-{rank}", sequence,
+                                            features=features)))
         statistics, state, gram = stored(client, name)
         message = statistics_pb2.StatisticsState.FromString(state)
         # The largest batch decides it.
         del message.shape[:]
         seen.add((statistics, message.SerializeToString(), gram,
-                  codes(client, name)))
+                  moments_of(client, name), codes(client, name)))
     assert len(seen) == 1
 
 
@@ -214,6 +255,25 @@ class Changed(quantd.edge.State):
         message = statistics_pb2.ContributionState.FromString(
             super().serialized())
         return self.change(message) or message.SerializeToString()
+
+
+def add_one(sums):
+    """To the lowest bit of the first feature."""
+    first = int.from_bytes(sums.integers[:sums.width], "little", signed=True)
+    sums.integers = (first + 1).to_bytes(sums.width, "little", signed=True
+                                         ) + sums.integers[sums.width:]
+
+
+def unknown(message):
+    message.MergeFromString(b"\x7a\x00")
+
+
+def widen(sums):
+    count = len(sums.integers) // sums.width
+    sums.integers = b"".join(
+        sums.integers[i * sums.width:(i + 1) * sums.width] + b"\0"
+        for i in range(count))
+    sums.width += 1
 
 
 CHANGES = {
@@ -243,6 +303,17 @@ CHANGES = {
     "no statistics": lambda m: m.ClearField("statistics"),
     "unknown field": lambda m: m.SerializeToString() + b"\x7a\x00",
     "twice": lambda m: 2 * m.SerializeToString(),
+    "no moments": lambda m: m.ClearField("moments"),
+    "feature count": lambda m: m.moments.count.__setitem__(2, 3),
+    "left out feature": lambda m: m.moments.left_out.__setitem__(2, 1),
+    "one feature less": lambda m: m.moments.count.__delitem__(-1),
+    "other axis": lambda m: setattr(m.moments, "axis", 0),
+    "sum": lambda m: add_one(m.moments.sum),
+    "square sum": lambda m: add_one(m.moments.square_sum),
+    "width of sums": lambda m: setattr(m.moments.sum, "width", 99),
+    "exponent": lambda m: setattr(m.moments.sum, "exponent", -150),
+    "not the one form": lambda m: widen(m.moments.square_sum),
+    "field in moments": lambda m: unknown(m.moments.sum),
     "cut": lambda m: m.SerializeToString()[:-3],
     "noise": lambda m: b"\xff" * 99,
 }
@@ -252,7 +323,7 @@ CHANGES = {
 def test_refuses_a_state_that_contradicts_itself(client, case):
     name = quantd.TensorName("changed", case.replace(" ", "-"))
     value = tensor((4, 8), odd=False)
-    options = dict(step_exponent=steps_of(value),
+    options = dict(step_exponent=steps_of(value), moments=True,
                    granularity=quantd.per_channel(1))
     contribute(client, name, state_of([value], "torch", **options))
     before = stored(client, name)
@@ -319,6 +390,10 @@ def test_refuses_what_does_not_go_together(client):
                  lambda: state_of([tensor((4, 8)), tensor((4, 9))], "torch",
                                   granularity=quantd.per_channel(1)),
                  lambda: state_of([tensor((4, 8)), tensor((4,))], "numpy"),
+                 lambda: state_of([tensor((4, 8)), tensor((4, 9))], "torch",
+                                  moments=True),
+                 lambda: state_of([tensor((4, 8))], "torch", moments=True,
+                                  axis=2),
                  lambda: state_of([torch.ones(3, dtype=torch.int32)], "torch"),
                  lambda: client.calibrate(state_of([tensor((4,))], "torch"))):
         with pytest.raises(quantd.QuantdError) as error:

@@ -591,6 +591,79 @@ def test_KQuantsNeedNoServer(quantctl, tmp_path):
     assert b"".join(kept) in path.read_bytes()
 
 
+def measured_by(document, name):
+    """What a sweep or an evaluation says of a tensor, by the specs."""
+    (row,) = [row for row in document["tensors"] if row["name"] == name]
+    return {candidate.get("spec", candidate.get("label")): candidate
+            for candidate in row["candidates"]}
+
+
+def test_KQuantsAreMeasuredBesideOtherSpecs(quantctl, tmp_path):
+    source, path = tmp_path / "x.safetensors", tmp_path / "q.gguf"
+    rng = np.random.default_rng(5)
+    weights = {"a.weight": rng.standard_normal((8, 512)),
+               "b.weight": rng.standard_t(4, (16, 256)),
+               "c.weight": rng.standard_normal((8, 256))}
+    weights = {name: weight.astype(np.float32)
+               for name, weight in weights.items()}
+    quantd.save(source, weights)
+    names = ("q4_K", "int8:group:32:scale=float16", "Q6_k")
+    specs = [word for name in names for word in ("--spec", name)]
+    mixture = tmp_path / "mixture.txt"
+    swept = json.loads(quantctl(
+        "sweep", source, *specs, "--max-bits-per-element", "5.2", "-o", mixture,
+        "--json"))
+    evaluated = json.loads(quantctl("evaluate", source, *specs, "--json",
+                                    "--distribution"))
+    for name, weight in weights.items():
+        of_sweep = measured_by(swept, name)
+        of_evaluate = measured_by(evaluated, name)
+        assert list(of_evaluate) == list(names)
+        for spec in names:
+            quantctl("quantize", source, "-o", path, "--force", "--no-store",
+                     "--include", name, "--spec", spec)
+            expected = sqnr_db(weight, quantd.load(path)[name])
+            assert of_sweep[spec]["sqnr_db"] == pytest.approx(expected, 1e-6)
+            found = of_evaluate[spec]
+            assert found["sqnr_db"] == pytest.approx(expected, 1e-6)
+            assert found["cosine_similarity"] == pytest.approx(1, abs=.01)
+            assert found["kl_divergence"] >= 0
+            assert found["max_absolute_error"] == pytest.approx(
+                of_sweep[spec]["max_absolute_error"], 1e-6)
+            assert of_sweep[spec]["size_bytes"] == (
+                _files.open_file(str(path)).tensors[name].data.nbytes)
+    # What is chosen is what `quantize` takes, and as large as was said.
+    assert "=q4_K\n" in mixture.read_text()
+    quantctl("quantize", source, "-o", path, "--force", "--no-store", "--spec",
+             f"@{mixture}")
+    size = sum(tensor.data.nbytes for tensor in
+               _files.open_file(str(path)).tensors.values())
+    (chosen,) = swept["mixtures"]
+    assert len({choice["spec"] for choice in chosen["choices"]}) > 1
+    assert size == chosen["size_bytes"]
+    assert 8 * size <= 5.2 * sum(weight.size for weight in weights.values())
+
+
+def test_WhatKQuantsCannotHoldIsNotMeasured(quantctl, tmp_path):
+    source = tmp_path / "x.safetensors"
+    rng = np.random.default_rng(6)
+    weights = {"a": rng.standard_normal((8, 40)),
+               "b": rng.standard_normal((2, 256))}
+    weights["b"][1, 3] = np.inf
+    quantd.save(source, {name: weight.astype(np.float32)
+                         for name, weight in weights.items()})
+    for command in ("sweep", "evaluate"):
+        said = quantctl(command, source, "--spec", "q4_K", "--spec", "int8",
+                        code=1)
+        assert "a multiple of 32 elements for q4_K, got 40 in 2" in said
+        assert "element 259 is inf" in said
+    document = json.loads(quantctl("sweep", source, "--spec", "q4_K", "--spec",
+                                   "int8", "--json", code=1))
+    for name in weights:
+        found = measured_by(document, name)
+        assert "error" in found["q4_K"] and found["int8"]["size_bytes"] > 0
+
+
 def test_RowsWithoutWholeBlocksBecomeWhatLlamaCppTakes(quantctl, tmp_path):
     source, path = tmp_path / "x.safetensors", tmp_path / "q.gguf"
     rng = np.random.default_rng(3)
@@ -648,8 +721,11 @@ def test_KQuantsAreRefusedWhereTheyHaveNoPlace(quantctl, tmp_path):
         "--spec", "q4_K", output=tmp_path / "q.safetensors")
     assert "--no-store with q5_K" in refused("--spec", "q5_K", "--model", "m")
     assert "q6_K alone" in refused("--spec", "q6_K:mse")
-    assert "`quantctl quantize -o OUT.gguf` alone makes" in quantctl(
-        *NOWHERE, "calibrate", source, "--model", "m", "--spec", "q4_K", code=2)
+    for arguments in (("calibrate", source, "--model", "m"),
+                      ("report", source, "-o", tmp_path / "x.html"),
+                      ("sweep", "--model", "m")):
+        assert "got q4_K, which quantize -o OUT.gguf, sweep FILE" in quantctl(
+            *NOWHERE, *arguments, "--spec", "q4_K", code=2)
     weight[1, 3] = np.nan
     quantd.save(source, {"w": weight}, overwrite=True)
     assert "element 259 is nan" in refused("--spec", "q4_K", code=1)

@@ -23,7 +23,7 @@ DATA = os.path.join(package.ROOT, "tests/data/char-lm")
 MODEL = os.path.join(DATA, "model.safetensors")
 # ONNX Runtime for Node.
 RUNTIME = os.path.join(package.ROOT, "build/node")
-SEQUENCES = int(os.environ.get("ONNX_TEST_SEQUENCES", "2"))
+SEQUENCES = int(os.environ.get("QUANTD_ONNX_SEQUENCES", "2"))
 
 
 @pytest.fixture(name="weights", scope="module")
@@ -142,7 +142,7 @@ def compare_with_runtime(model, ids, logits, step, folder):
             model.graph.output.append(onnx.helper.make_tensor_value_info(
                 name, onnx.TensorProto.FLOAT, None))
     onnx.save(model, folder / "steps.onnx")
-    for level in ("disabled", "all"):
+    for level in onnx_run.exact_levels():
         seen = onnx_run.run_in_runtime(RUNTIME, folder / "steps.onnx", ids,
                                        folder, level)
         ours = onnx_run.run_in_numpy(model, {"ids": ids}, seen)

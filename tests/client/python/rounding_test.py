@@ -229,7 +229,7 @@ def test_clipped_and_left_out_rows_are_told(client):
     name = quantd.TensorName("clipped", "x")
     result = client.calibrate(rows, name, contribution=contribution(
         step_exponent=steps))
-    assert result.contribution.gram == quantd.GramResult(4, 1, 1)
+    assert result.contribution.gram == quantd.GramResult(4, 1, 1, 3)
     gram = client.get_statistics(name).gram
     assert (gram.feature_count, gram.part_size, gram.part_count) == (3, 3, 1)
     assert (gram.rows, gram.left_out_rows, gram.clipped_count) == (4, 1, 1)

@@ -156,7 +156,9 @@ class Folder:
         group = self._groups[module]
         arguments, layout = group["weights"], group["format"]
         scale = self._part(module, "weight_scale")
-        assert arguments["symmetric"] and not arguments["dynamic"]
+        zero = self._part(module, "weight_zero_point")
+        assert arguments["symmetric"] == (zero is None)
+        assert not arguments["dynamic"]
         if layout in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
             codes = decode_e2m1(self._part(module, "weight_packed"))
         elif layout == "pack-quantized":
@@ -185,6 +187,12 @@ class Folder:
                  "group": [1, arguments.get("group_size")],
                  "tensor_group": [1, arguments.get("group_size")],
                  "block": arguments.get("block_structure")}[strategy]
+        if zero is not None:
+            assert layout == "pack-quantized"
+            # Along the rows.
+            zeros = unpack_words(np.ascontiguousarray(zero.T),
+                                 arguments["num_bits"], len(codes)).T
+            codes = codes - spread(zeros, codes.shape, block)
         return (codes * spread(scale, codes.shape, block)).astype(np.float32)
 
     def inputs(self, module, x):

@@ -15,7 +15,7 @@ import runtime_rules as rules
 DATA = os.path.join(os.path.dirname(os.path.realpath(__file__)), "../../data")
 MODEL = os.path.join(DATA, "char-lm/model.safetensors")
 # Enough to tell one arithmetic from another; there are 128.
-SEQUENCES = int(os.environ.get("RUNTIME_TEST_SEQUENCES", "1"))
+SEQUENCES = int(os.environ.get("QUANTD_RUNTIME_SEQUENCES", "1"))
 
 # What compressed-tensors' classes have, and what each field can be.
 STATIC = {"symmetric": True, "dynamic": False}
@@ -63,7 +63,9 @@ SCHEMES = {
     "MXFP4A16": ("mxfp4-pack-quantized", {**MX, "num_bits": 4}, None),
     "MXFP8": ("mxfp8-quantized", {**MX, "num_bits": 8},
               {**MX, "num_bits": 8, "dynamic": True}),
+    "MXFP8A16": ("mxfp8-quantized", {**MX, "num_bits": 8}, None),
     "W4A16": ("pack-quantized", INT4, None),
+    "W4A16_ASYM": ("pack-quantized", {**INT4, "symmetric": False}, None),
     "W8A16": ("pack-quantized", {**INT4, "num_bits": 8}, None),
     "W4AFP8": ("pack-quantized", INT4, FP8_TOKEN)}
 
@@ -205,6 +207,14 @@ def straight(scheme, module, weights):
         step = rules.e8m0_for(rules.largest(weight, 32), 2 if small else 8)
         return (rules.e2m1 if small else rules.e4m3)(weight / step) * step
     bits = int(scheme[1])
+    if scheme.endswith("ASYM"):
+        groups = weight.reshape(len(weight), -1, 128)
+        low, high = (np.repeat(end, 128, -1) for end in (
+            np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)))
+        scale = (high - low) / np.float32(2**bits - 1)
+        zero = np.round(-low / scale)
+        return (np.clip(np.round(weight / scale) + zero, 0, 2**bits - 1) -
+                zero) * scale
     scale = rules.largest(weight, 128) / np.float32(2**(bits - 1) - 1)
     return np.round(weight / scale) * scale
 
@@ -452,7 +462,8 @@ def test_ExpertsInOneTensorAreMatrices(tmp_path, quantctl, scheme):
         assert ("(3 experts, transposed)" in said) == (layout == "columns")
         # The router and what has no kernels for experts.
         assert "left as they are: model.layers.0.mlp.gate" in said
-        assert ("no kernels" in said) == (scheme == "MXFP8"), said
+        assert ("no kernels" in said) == (
+            scheme in ("MXFP8", "MXFP8A16", "W4A16_ASYM")), said
         results[layout] = read_folder(target)
     config, expected = results["apart"]
     targets = [target for group in config["quantization_config"][
@@ -585,6 +596,92 @@ def test_NamesThatAreTakenAreFoundBeforeAnythingIsWritten(
                        for name in os.listdir(tmp_path / "out")}
 
 
+# What a group of fused layers is called in messages.
+QKV = "layers.0.attention.{q,k,v}_proj.weight"
+
+
+@pytest.mark.parametrize("flags, is_one", [
+    (("--include", "*_proj.weight"), True),
+    (("--include", "*o_proj.weight"), True),
+    (("--include", "*_proj.weight", "--exclude", "layers.0*.k_proj*"), False),
+    (("--include", "*_proj.weight", "--ignore", "layers.0*.v_proj"), False),
+    (("--include", "*_proj.weight", "--spec",
+      "layers.0*.q_proj.weight=int4:group:128"), False)])
+def test_FusedTensorsOfSeveralSchemesAreTold(tmp_path, quantctl, flags,
+                                             is_one):
+    said = quantctl("quantize", MODEL, "-o", tmp_path / "out", "--no-store",
+                    "--layout", "compressed-tensors", "--spec",
+                    "int8:per-channel", *flags)
+    assert (f"warning: vLLM fuses {QKV}, and takes one scheme" in said) == (
+        not is_one)
+    assert ("vLLM fuses" in said) == (not is_one)
+
+
+@pytest.mark.parametrize("flag, budgets", [
+    ("--max-bits-per-element", ("5", "6")), ("--min-sqnr", ("20", "26"))])
+def test_AMixtureHasOneSpecForFusedTensors(tmp_path, quantctl, weights, flag,
+                                           budgets):
+    names = sorted(name for name in weights if name.endswith("_proj.weight"))
+    specs = ("int8:per-channel", "int4:group:128", "nvfp4")
+    swept = quantctl(
+        "sweep", MODEL, "--include", "*_proj.weight", "--json", "--tie-specs",
+        "-o", tmp_path / "mixture-{}.txt",
+        *(word for spec in specs for word in ("--spec", spec)),
+        *(word for budget in budgets for word in (flag, budget)))
+    measured = {row["name"]: {candidate["spec"]: candidate
+                              for candidate in row["candidates"]}
+                for row in swept["tensors"]}
+    for budget, mixture in zip(budgets, swept["mixtures"]):
+        chosen = {choice["tensor"]: choice["spec"]
+                  for choice in mixture["choices"]}
+        assert sorted(chosen) == names
+        for layer in range(3):
+            assert len({chosen[f"layers.{layer}.attention.{which}_proj.weight"]
+                        for which in "qkv"}) == 1
+        found = [measured[name][spec] for name, spec in chosen.items()]
+        assert mixture["target_met"]
+        assert mixture["size_bytes"] == sum(row["size_bytes"] for row in found)
+        assert mixture["min_sqnr_db"] == min(row["sqnr_db"] for row in found)
+        assert mixture["noise_to_signal_sum"] == pytest.approx(
+            sum(row["noise_to_signal"] for row in found))
+        if flag == "--min-sqnr":
+            assert mixture["min_sqnr_db"] >= float(budget)
+        out = tmp_path / f"out-{budget}"
+        said = quantctl("quantize", MODEL, "-o", out, "--layout",
+                        "compressed-tensors", "--no-store", "--spec",
+                        f"@{tmp_path / f'mixture-{budget}.txt'}")
+        assert "vLLM fuses" not in said
+        # What was measured is what is written.
+        back = rules.Folder(out, fuses=False)
+        for name, row in zip(chosen, found):
+            assert sqnr_db(weights[name], back.weights[name]) == pytest.approx(
+                row["sqnr_db"], abs=1e-3)
+
+
+def test_WhatIsMeasuredHasTheScalesOfFusedTensors(tmp_path, quantctl):
+    def measured(*command):
+        rows = quantctl(*command, "--json")["tensors"]
+        return {row["name"]: row["candidates"][0]["sqnr_db"] for row in rows}
+
+    flags = ("--spec", "nvfp4", "--include", "*attention*_proj.weight")
+    done = quantctl("quantize", MODEL, "-o", tmp_path / "x.safetensors",
+                    "--no-store", "--evaluate", *flags, "--json")
+    written = {row["name"]: row["sqnr_db"] for row in done["tensors"]
+               if row["result"] == "quantized"}
+    alone = measured("evaluate", MODEL, *flags, "--no-ties")
+    assert alone != written
+    for command in ("sweep", "evaluate"):
+        assert measured(command, MODEL, *flags) == pytest.approx(written, 1e-9)
+        assert measured(command, MODEL, *flags, "--no-ties") == alone
+    for command in (("sweep", MODEL), ("evaluate", MODEL)):
+        said = quantctl(*command, "--spec", "int8", "--tie",
+                        "{layer}.{q,k}_proj.weight", code=2)
+        assert "one outer scale, such as nvfp4, with --tie" in said
+    said = quantctl("evaluate", MODEL, "--reference", MODEL, "--no-ties",
+                    code=2)
+    assert "with specs, got --reference" in said
+
+
 @pytest.mark.parametrize("flags, warns", [
     (("--spec", "int8:per-channel"), True),
     (("--spec", "int8:group:128"), True),
@@ -606,7 +703,7 @@ def test_NamesThatAreTakenAreFoundBeforeAnythingIsWritten(
       "dynamic=float8_e4m3fn:group:32"), True),
     (("--scheme", "NVFP4A16"), False), (("--scheme", "MXFP4A16"), False),
     (("--scheme", "MXFP8"), False),
-    (("--scheme", "MXFP8", "--activations", "none"), False)])
+    (("--scheme", "MXFP8A16"), False), (("--scheme", "W4A16_ASYM"), False)])
 def test_WhatNoRuntimeHasKernelsForIsSaid(tmp_path, quantctl, flags, warns):
     if "--scheme" not in flags and "--layout" not in flags:
         flags += ("--layout", "compressed-tensors")

@@ -123,6 +123,55 @@ def test_AMixtureIsWhatQuantizeModelTakes(tmp_path, folder, client, quantctl):
             if tensor.result == "quantized"} == set(mixture.specs)
 
 
+def test_TensorsThatRuntimesFuseAreTied(tmp_path, client, quantctl):
+    source = tmp_path / "x.safetensors"
+    rng = np.random.default_rng(8)
+    weights = {f"{layer}.{which}_proj.weight": rng.standard_normal(
+        (32, 256), np.float32) * size for layer in "ab"
+        for which, size in zip("qkvo", (1, 2, 9, 1))}
+    quantd.save(source, weights)
+    specs = ["nvfp4", "int8:per-channel", "int4:group:32"]
+    words = [word for spec in specs for word in ("--spec", spec)]
+    for flags, keywords in (
+            ((), {}), (("--no-ties",), {"ties": False}),
+            (("--tie-specs",), {"tie_specs": True}),
+            (("--tie", "{layer}.{o,q}_proj.weight", "--tie-specs"), {
+                "ties": ["{layer}.{o,q}_proj.weight"], "tie_specs": True})):
+        answer = quantctl("sweep", source, "--json", *words, *flags,
+                          "--max-bits-per-element", 5.6)
+        sweep = quantd.sweep_model(source, specs, client=client,
+                                   max_bits_per_element=5.6,
+                                   min_sqnr_db=22, **keywords)
+        of_quantctl = quantctl("sweep", source, "--json", *words, *flags,
+                               "--min-sqnr", 22)
+        for name, candidates in measured_of(answer).items():
+            assert candidates == rounded(measured_here(sweep)[name]), name
+        for mixture, item in zip(
+                (of_quantctl["mixtures"][0], answer["mixtures"][0]),
+                sweep.mixtures, strict=True):
+            assert item.target_met
+            assert {choice["tensor"]: choice["spec"]
+                    for choice in mixture["choices"]} == item.specs
+            assert item.specs.keys() == weights.keys()
+            for field in ("size_bytes", "min_sqnr_db", "noise_to_signal_sum"):
+                assert mixture[field] == rounded(getattr(item, field)), field
+            if keywords.get("tie_specs"):
+                for layer in "ab":
+                    members = "oq" if "ties" in keywords else "qkv"
+                    assert len({item.specs[f"{layer}.{which}_proj.weight"]
+                                for which in members}) == 1
+    alone = quantd.sweep_model(source, "nvfp4", client=client, ties=False)
+    tied = quantd.sweep_model(source, "nvfp4", client=client)
+    assert measured_here(alone)["a.o_proj.weight"] == (
+        measured_here(tied)["a.o_proj.weight"])
+    assert measured_here(alone)["a.q_proj.weight"] != (
+        measured_here(tied)["a.q_proj.weight"])
+    for ties in (["{layer}.{q,k}_proj.weight"], ["{x}.{a,b}.weight"], "q"):
+        with pytest.raises(quantd.QuantdError) as caught:
+            quantd.sweep_model(source, "int8", client=client, ties=ties)
+        assert caught.value.reason == "ARGUMENT_INVALID"
+
+
 def test_SpecsAreTextOrObjects(folder, client):
     one = quantd.sweep_model(folder, "int4:group:64:mse", client=client)
     other = quantd.sweep_model(folder, [quantd.EncodingSpec(

@@ -2,6 +2,7 @@
 """The wheel: what is in it, what it asks for, and that it is the same again."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,9 @@ import zipfile
 import package
 
 MAKE = os.path.join(package.PACKAGE, "make_wheel")
-VERSION = "0.1.0"
+with open(os.path.join(package.PACKAGE, "src/quantd/__init__.py"),
+          encoding="utf-8") as source:
+    VERSION = re.search(r'^__version__ = "(.*)"$', source.read(), re.M).group(1)
 
 try:
     import setuptools  # pylint: disable=unused-import

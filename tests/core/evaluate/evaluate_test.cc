@@ -273,16 +273,20 @@ TEST(EvaluateTest, EqualsTheDefinitionToTheLastBit) {
         }
         const Expected want = Naive(layout_case, encoding, type, reals);
         ForEachSimdTarget([&] {
-          for (const bool per_scale_index : {false, true}) {
-            Evaluator evaluator(encoding, layout, type,
-                                EvaluateOptions{per_scale_index, false});
-            evaluator.Update(0, layout.element_count(), reals.data(), nullptr);
-            ExpectSame(evaluator.overall(), want.overall);
-            ASSERT_EQ(evaluator.per_scale_index().size(),
-                      per_scale_index ? want.per_scale_index.size() : 0);
-            for (size_t i = 0; i < evaluator.per_scale_index().size(); ++i) {
-              ExpectSame(evaluator.per_scale_index()[i],
-                         want.per_scale_index[i]);
+          for (const ErrorSumSet sums : kAllSumSets) {
+            for (const bool per_scale_index : {false, true}) {
+              Evaluator evaluator(
+                  encoding, layout, type,
+                  EvaluateOptions{per_scale_index, false, sums});
+              evaluator.Update(0, layout.element_count(), reals.data(),
+                               nullptr);
+              ExpectSame(evaluator.overall(), want.overall, sums);
+              ASSERT_EQ(evaluator.per_scale_index().size(),
+                        per_scale_index ? want.per_scale_index.size() : 0);
+              for (size_t i = 0; i < evaluator.per_scale_index().size(); ++i) {
+                ExpectSame(evaluator.per_scale_index()[i],
+                           want.per_scale_index[i], sums);
+              }
             }
           }
         });
@@ -341,12 +345,15 @@ TEST(EvaluateTest, EqualsTheDefinitionForEveryKindOfCode) {
         }
         const Expected want = Naive(layout_case, encoding, type, reals);
         ForEachSimdTarget([&] {
-          Evaluator evaluator(encoding, layout, type,
-                              EvaluateOptions{true, false});
-          evaluator.Update(0, layout.element_count(), reals.data(), nullptr);
-          ExpectSame(evaluator.overall(), want.overall);
-          for (size_t i = 0; i < want.per_scale_index.size(); ++i) {
-            ExpectSame(evaluator.per_scale_index()[i], want.per_scale_index[i]);
+          for (const ErrorSumSet sums : kAllSumSets) {
+            Evaluator evaluator(encoding, layout, type,
+                                EvaluateOptions{true, false, sums});
+            evaluator.Update(0, layout.element_count(), reals.data(), nullptr);
+            ExpectSame(evaluator.overall(), want.overall, sums);
+            for (size_t i = 0; i < want.per_scale_index.size(); ++i) {
+              ExpectSame(evaluator.per_scale_index()[i],
+                         want.per_scale_index[i], sums);
+            }
           }
         });
         if (HasFailure()) return;
@@ -372,11 +379,15 @@ void ExpectDefinition(const Encoding& encoding, ElementType type,
     const Encoding& used = layout.scale_count() == 1 ? encoding : wide;
     const Expected want = Naive(layout_case, used, type, reals);
     ForEachSimdTarget([&] {
-      Evaluator evaluator(used, layout, type, EvaluateOptions{true, false});
-      evaluator.Update(0, layout.element_count(), reals.data(), nullptr);
-      ExpectSame(evaluator.overall(), want.overall);
-      for (size_t i = 0; i < want.per_scale_index.size(); ++i) {
-        ExpectSame(evaluator.per_scale_index()[i], want.per_scale_index[i]);
+      for (const ErrorSumSet sums : kAllSumSets) {
+        Evaluator evaluator(used, layout, type,
+                            EvaluateOptions{true, false, sums});
+        evaluator.Update(0, layout.element_count(), reals.data(), nullptr);
+        ExpectSame(evaluator.overall(), want.overall, sums);
+        for (size_t i = 0; i < want.per_scale_index.size(); ++i) {
+          ExpectSame(evaluator.per_scale_index()[i], want.per_scale_index[i],
+                     sums);
+        }
       }
     });
   }

@@ -9,6 +9,9 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "core/statistics/histogram.h"
+#include "core/statistics/tensor_statistics.h"
+#include "core/types/block_layout.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/core/kernel_test_util.h"
@@ -259,6 +262,47 @@ TEST(FeatureMomentsTest, DoNotDependOnThreadsChunkingOrOrder) {
       }
     }
   }
+}
+
+TEST(FeatureMomentsTest, SlicesAddToTheWhole) {
+  const FeatureAxis axis{9, 1};
+  const auto reals = MakeReals(ElementType::kFloat64, 9 * 50, 0.1, true, 7);
+  FeatureMoments whole(9);
+  whole.Update(axis, ElementType::kFloat64, 0, 9 * 50, reals.data(), nullptr);
+  FeatureMoments merged(9);
+  for (const int64_t first : {5, 0}) {
+    const int64_t width = first == 0 ? 5 : 4;
+    FeatureMoments part(width);
+    for (int64_t row = 0; row < 50; ++row) {
+      part.Update({width, 1}, ElementType::kFloat64, row * width, width,
+                  reals.data() + (row * 9 + first) * sizeof(double), nullptr);
+    }
+    merged.Merge(part, first);
+  }
+  ExpectSame(merged, whole);
+}
+
+TEST(FeatureMomentsTest, AddUpToTheSumsOfHistograms) {
+  ForEachSimdTarget([] {
+    for (const ElementType type : kAllElementTypes) {
+      for (const int bits : {2, 3, 10}) {
+        const int64_t count = 11 * 300;
+        const auto reals = MakeReals(type, count, 0.1, true, 9);
+        const BlockLayout layout = *BlockLayout::Create({300, 11}, {100, 0});
+        TensorStatistics statistics(3, bits);
+        statistics.Update(layout, type, 0, count, reals.data(), nullptr);
+        FeatureMoments moments(11);
+        moments.Update({11, 1}, type, 0, count, reals.data(), nullptr);
+        EXPECT_TRUE(moments.AddUpTo(statistics.histograms()));
+        // The smallest number there is.
+        std::vector<Histogram> more(statistics.histograms().begin(),
+                                    statistics.histograms().end());
+        const float tiny = -std::numeric_limits<float>::denorm_min();
+        more[1].Add(&tiny, 1);
+        EXPECT_FALSE(moments.AddUpTo(more));
+      }
+    }
+  });
 }
 
 TEST(FeatureMomentsTest, TakeUnalignedData) {

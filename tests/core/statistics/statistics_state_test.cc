@@ -7,6 +7,10 @@
 #include "absl/status/status.h"
 #include "core/errors.h"
 #include "core/parallel/stop_token.h"
+#include "core/statistics/feature_moments.h"
+#include "core/statistics/tensor_statistics.h"
+#include "core/types/block_layout.h"
+#include "core/types/tensor_slice.h"
 #include "gtest/gtest.h"
 #include "tests/core/kernel_test_util.h"
 
@@ -71,6 +75,85 @@ TEST(StatisticsStateTest, TellsWhetherElementsAreThoseOfWholeTensors) {
   EXPECT_TRUE(CheckElementCounts(state).ok());
   state.shape = {5, 0};
   EXPECT_EQ(ErrorReason(CheckElementCounts(state)), "STATISTICS_INVALID");
+}
+
+// Of the elements of a slice, at the scale indices of the whole.
+StatisticsState MakeSliceState(const LayoutCase& layout_case,
+                               const TensorSlice& slice) {
+  const BlockLayout layout = layout_case.Layout();
+  const auto reals =
+      MakeReals(ElementType::kFloat32, layout.element_count(), 0.1, true, 1);
+  StatisticsState state;
+  state.block_size = layout_case.block;
+  state.shape = layout_case.shape;
+  state.statistics = TensorStatistics(layout.scale_count(), 3);
+  slice.ForEachRange(
+      0, *ElementCount(slice.shape), [&](int64_t first, int64_t count) {
+        state.statistics.Update(layout, ElementType::kFloat32, first, count,
+                                reals.data() + first * sizeof(float), nullptr);
+      });
+  return state;
+}
+
+TEST(StatisticsStateTest, SlicesAddToTheWhole) {
+  const LayoutCase layout_case{{5, 40, 3}, {0, 1, 0}};
+  const TensorSlice slices[] = {{{5, 40, 3}, {0, 0, 0}, {5, 7, 3}},
+                                {{5, 40, 3}, {0, 7, 0}, {5, 30, 3}},
+                                {{5, 40, 3}, {0, 37, 0}, {5, 3, 3}}};
+  StatisticsState whole = MakeSliceState(layout_case, slices[2]);
+  EXPECT_EQ(ErrorReason(CheckComplete(whole)), "STATISTICS_INCOMPLETE");
+  EXPECT_EQ(ErrorReason(CheckElementCounts(whole)), "STATISTICS_INVALID");
+  EXPECT_TRUE(CheckElementCounts(whole, &slices[2]).ok());
+  EXPECT_EQ(ErrorReason(CheckElementCounts(whole, &slices[1])),
+            "STATISTICS_INVALID");
+  for (const int i : {0, 1}) {
+    const StatisticsState part = MakeSliceState(layout_case, slices[i]);
+    EXPECT_TRUE(CheckElementCounts(part, &slices[i]).ok());
+    ASSERT_TRUE(MergeState(part, &whole).ok());
+  }
+  EXPECT_TRUE(CheckComplete(whole).ok());
+  ExpectSame(whole.statistics, MakeState(layout_case, 3, 1).statistics);
+}
+
+TEST(StatisticsStateTest, MomentsAreThoseOfTheElements) {
+  for (const int64_t axis : {0, 1, 2}) {
+    const LayoutCase layout_case{{5, 40, 3}, {0, 1, 0}};
+    const int64_t count = layout_case.Layout().element_count();
+    const auto reals = MakeReals(ElementType::kFloat32, count, 0.1, true, 1);
+    const FeatureAxis features = *FeatureAxis::Create(layout_case.shape, axis);
+    StatisticsState state = MakeState(layout_case, 3, 1);
+    const auto set = [&](int64_t first, int64_t elements) {
+      FeatureMoments moments(features.count);
+      moments.Update(features, ElementType::kFloat32, first, elements,
+                     reals.data() + first * sizeof(float), nullptr);
+      state.moments = AxisMoments{axis, moments};
+    };
+    set(0, count);
+    EXPECT_TRUE(CheckMoments(state).ok()) << CheckMoments(state);
+    set(0, count - 1);
+    EXPECT_EQ(ErrorReason(CheckMoments(state)), "STATISTICS_INVALID");
+    // As many, but others.
+    state.statistics = MakeState(layout_case, 3, 2).statistics;
+    set(0, count);
+    EXPECT_EQ(ErrorReason(CheckMoments(state)), "STATISTICS_INVALID");
+  }
+}
+
+TEST(StatisticsStateTest, MomentsOfASliceAreOfItsFeatures) {
+  const LayoutCase layout_case{{4, 10}, {}};
+  const TensorSlice slice{{4, 10}, {0, 3}, {4, 5}};
+  StatisticsState state = MakeSliceState(layout_case, slice);
+  const auto reals = MakeReals(ElementType::kFloat32, 40, 0.1, true, 1);
+  FeatureMoments moments(10);
+  slice.ForEachRange(0, 20, [&](int64_t first, int64_t count) {
+    moments.Update({10, 1}, ElementType::kFloat32, first, count,
+                   reals.data() + first * sizeof(float), nullptr);
+  });
+  state.moments = AxisMoments{1, moments};
+  EXPECT_TRUE(CheckMoments(state, &slice).ok()) << CheckMoments(state, &slice);
+  const TensorSlice other{{4, 10}, {0, 4}, {4, 5}};
+  EXPECT_EQ(ErrorReason(CheckMoments(state, &other)), "STATISTICS_INVALID");
+  EXPECT_EQ(ErrorReason(CheckMoments(state)), "STATISTICS_INVALID");
 }
 
 TEST(StatisticsStateTest, TakesZerosForPerTensor) {

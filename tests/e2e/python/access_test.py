@@ -176,6 +176,8 @@ class Stubs:
                 es.DeleteStatisticsRequest(name=name_of(model)))),
             "ListModels": ("read", False, lambda model: self.call(
                 encodings.ListModels, es.ListModelsRequest())),
+            "GetServerInfo": ("read", False, lambda model: self.call(
+                encodings.GetServerInfo, es.GetServerInfoRequest())),
             "ExportEncodings": ("read", False, lambda model: self.call(
                 encodings.ExportEncodings,
                 es.ExportEncodingsRequest(

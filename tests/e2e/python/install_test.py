@@ -30,7 +30,7 @@ INSTALLED = (
     "share/quantd/proto/quantd/v1/quantization_service.proto",
     "include/quantd/quantd/client.h", "include/quantd/quantd/files.h",
     "include/quantd/quantd/models.h",
-    "include/quantd/quantd/v1/quantization_service.grpc.pb.h",
+    "include/quantd/quantd/v1/quantization_service.pb.h",
 )
 
 
@@ -40,6 +40,7 @@ class InstallTest(unittest.TestCase):
         folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(folder.cleanup)
         cls.prefix = os.path.join(folder.name, "prefix")
+        cls.headers_root = os.path.join(cls.prefix, "include/quantd")
         cls.built = os.path.join(folder.name, "build")
         run("cmake", "--install", options.build, "--prefix", cls.prefix)
 
@@ -56,25 +57,38 @@ class InstallTest(unittest.TestCase):
         self.assertEqual(targets, "")
 
     def test_HeadersShowNothingOfGrpc(self):
-        """Those that <quantd/client.h> includes are all there are, and none of
-        them includes gRPC or a service's stubs."""
-        root = os.path.join(self.prefix, "include/quantd")
-        seen, left = set(), ["quantd/client.h"]
+        """Not by an include, nor by a name."""
+        for header in self.headers():
+            with open(os.path.join(self.headers_root, header),
+                      encoding="utf-8") as file:
+                code = re.sub(r"//.*", "", file.read())
+            self.assertNotRegex(code, r"(?i)grpc", header)
+
+    def test_HeadersAreThoseThatProgramsInclude(self):
+        """What is installed is <quantd/client.h>, files.h and models.h and what
+        they include. Of what is generated that is messages alone."""
+        seen = set()
+        left = [f"quantd/{name}.h" for name in ("client", "files", "models")]
+        installed = self.headers()
         while left:
             header = left.pop()
-            if header in seen:
+            if header in seen or header not in installed:
                 continue
             seen.add(header)
-            with open(os.path.join(root, header), encoding="utf-8") as file:
-                includes = re.findall(r'^#include [<"](.*)[>"]', file.read(),
-                                      re.M)
-            for include in includes:
-                self.assertNotRegex(include, r"grpc", header)
-            left += [include for include in includes
-                     if include.startswith("client/")]
-        self.assertEqual(sorted(os.listdir(os.path.join(root, "client/cpp"))),
-                         sorted(os.path.basename(header) for header in seen
-                                if header.startswith("client/")))
+            with open(os.path.join(self.headers_root, header),
+                      encoding="utf-8") as file:
+                left += re.findall(r'^#include [<"](.*)[>"]', file.read(), re.M)
+        self.assertEqual(sorted(installed), sorted(seen))
+        generated = {header for header in seen if header.endswith(".pb.h")}
+        self.assertEqual(generated, {
+            f"quantd/v1/{os.path.splitext(name)[0]}.pb.h" for name in
+            os.listdir(os.path.join(live_server.ROOT, "proto/quantd/v1"))})
+
+    def headers(self):
+        """Of all that is installed, below headers_root."""
+        return {os.path.relpath(os.path.join(folder, name), self.headers_root)
+                for folder, _, names in os.walk(self.headers_root)
+                for name in names}
 
     def test_PkgConfigKnowsTheClient(self):
         flags = run("pkg-config", "--cflags", "--libs", "quantd", env=dict(

@@ -737,7 +737,7 @@ class OnnxTest(InterchangeCase):
             bias = np.rint(weights[name + ".bias"] / scale) * scale
             return weights[name + ".weight"], bias
 
-        for level in ("disabled", "all"):
+        for level in onnx_run.exact_levels():
             results = self.run_model(images, level)
             # Each step from what ONNX Runtime had before it, so that codes
             # that sums in another order move do not add up.

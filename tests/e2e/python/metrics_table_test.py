@@ -321,6 +321,11 @@ def interchange(bench):
                                         timeout=TIMEOUT_S)
 
 
+def ask_what_answers(bench):
+    bench.encodings.GetServerInfo(es.GetServerInfoRequest(),
+                                  timeout=TIMEOUT_S)
+
+
 def ready(bench):
     with urllib.request.urlopen(
             f"http://{bench.server.metrics_address}/readyz") as response:
@@ -584,7 +589,8 @@ def rows_of_calls():
         "GetStatistics": look_at_statistics,
         "ListStatistics": look_at_statistics,
         "DeleteStatistics": look_at_statistics,
-        "ExportEncodings": interchange, "ImportEncodings": interchange}
+        "ExportEncodings": interchange, "ImportEncodings": interchange,
+        "GetServerInfo": ask_what_answers}
     methods = {method for file in (qs, es)
                for service in file.DESCRIPTOR.services_by_name.values()
                for method in service.methods_by_name}

@@ -144,6 +144,10 @@ class FilesTest(unittest.TestCase):
                 for part in ("See it", "Do first", "Escalate"):
                     self.assertIn(part.lower(), text.lower())
 
+    def test_NothingAsksForTheNameOfAJob(self):
+        for path in (RULES, DASHBOARD):
+            self.assertNotRegex(read(path), r'job\s*=\\*"')
+
     def test_EveryPanelSaysWhatItShows(self):
         ids = collections.Counter(p["id"] for p in dashboard()["panels"])
         self.assertEqual(set(ids.values()), {1})
@@ -164,7 +168,7 @@ class FilesTest(unittest.TestCase):
                 self.assertFalse(cells & taken)
                 taken |= cells
         names = [v["name"] for v in dashboard()["templating"]["list"]]
-        self.assertEqual(names, ["datasource", "instance", "rpc"])
+        self.assertEqual(names, ["datasource", "job", "instance", "rpc"])
 
     def test_TextsNameOnlyPanelsAndFlagsThatThereAre(self):
         help_text = subprocess.run([options.quantd, "--help"], check=True,
@@ -193,6 +197,8 @@ class Prometheus:
                             "evaluation_interval": "500ms"}
         config["rule_files"] = [RULES]
         (scrape,) = config["scrape_configs"]
+        # Whatever an operator calls it.
+        scrape["job_name"] = "prod/fleet-1"
         del scrape["dns_sd_configs"]
         scrape["static_configs"] = [{"targets": targets}]
         path = os.path.join(folder, "prometheus.yml")
@@ -323,7 +329,8 @@ class LiveTest(unittest.TestCase):
     @staticmethod
     def fill_in(query):
         for variable, value in (("$__rate_interval", "1m"),
-                                ("$instance", ".*"), ("$rpc", ".*")):
+                                ("$job", ".*"), ("$instance", ".*"),
+                                ("$rpc", ".*")):
             query = query.replace(variable, value)
         assert "$" not in query, query
         return query

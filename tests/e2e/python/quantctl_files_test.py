@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 
 import live_server
@@ -998,6 +999,23 @@ class StoringTest(FilesCase):
                                     env=self.environment)
             self.assertEqual(result.returncode, FILE_ERROR)
             self.assertEqual(revisions(), [])
+        for by in (signal.SIGINT, signal.SIGTERM):
+            with self.subTest("a user who stops it", by=by):
+                # More than a pipe holds: it waits for its reader.
+                write_safetensors(self.path("many"), {
+                    f"{i}.weight": ("F32", [64, 1024], bytes(64 * 1024 * 4))
+                    for i in range(64)})
+                with subprocess.Popen(
+                        [*command, self.path("many")], stdout=subprocess.PIPE,
+                        stderr=subprocess.DEVNULL, env=self.environment) as run:
+                    deadline = time.monotonic() + 60
+                    while not revisions():
+                        self.assertLess(time.monotonic(), deadline)
+                        time.sleep(.01)
+                    run.send_signal(by)
+                    run.communicate()
+                self.assertEqual(run.returncode, -by)
+                self.assertEqual(revisions(), [])
         with self.subTest("a reader that is gone"):
             read_end, write_end = os.pipe()
             os.close(read_end)

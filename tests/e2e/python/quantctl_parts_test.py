@@ -5,7 +5,6 @@ the output is the same, byte for byte.
 """
 
 import argparse
-from concurrent import futures
 import hashlib
 import json
 import math
@@ -24,6 +23,7 @@ import grpc
 from holding_proxy import HoldingProxy
 from live_server import PATIENCE_S, eventually
 from quantctl_case import QuantctlCase, read_safetensors, write_safetensors
+from relay import Relay
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--quantd", required=True)
@@ -51,44 +51,6 @@ def bfloat16(count, seed):
 def tensors(names, shape):
     return {name: ("BF16", shape, bfloat16(math.prod(shape), name))
             for name in names}
-
-
-class Relay(grpc.GenericRpcHandler):
-    """A server that passes calls on to another one; a context manager.
-
-    What `before` has under the name of an RPC is called, with the context, when
-    such a call comes.
-    """
-
-    def __init__(self, address):
-        self.before = {}
-        self._channel = grpc.insecure_channel(address)
-        self._server = grpc.server(futures.ThreadPoolExecutor(16))
-        self._server.add_generic_rpc_handlers((self,))
-        port = self._server.add_insecure_port("127.0.0.1:0")
-        self.address = f"127.0.0.1:{port}"
-
-    def service(self, handler_call_details):
-        method = handler_call_details.method
-
-        def call(requests, context):
-            self.before.get(method.rsplit("/", 1)[1], lambda _: None)(context)
-            onward = self._channel.stream_stream(method)(requests)
-            try:
-                yield from onward
-            except grpc.RpcError as error:
-                context.set_trailing_metadata(error.trailing_metadata())
-                context.abort(error.code(), error.details())
-
-        return grpc.stream_stream_rpc_method_handler(call)
-
-    def __enter__(self):
-        self._server.start()
-        return self
-
-    def __exit__(self, *unused):
-        self._server.stop(grace=None).wait()
-        self._channel.close()
 
 
 class PartsCase(QuantctlCase):

@@ -122,7 +122,7 @@ class ReadmeSnippetsTest(unittest.TestCase):
             output = run_python("model.mixed")
             self.assertRegex(output, r"conv1.weight int8 1152 4\d\d")
             self.assertRegex(output, r"fc1.bias None 512 512")
-            output = run_python("sweep_model")
+            output = run_python("max_bits_per_element=[4.5, 6]")
             self.assertRegex(
                 output, r"\('max_bits_per_element', 6\) 9\d{4} \d+\.\d dB")
             self.assertTrue(os.path.exists(
@@ -140,6 +140,8 @@ class ReadmeSnippetsTest(unittest.TestCase):
                 self.assertRegex(output, r"0.weight int4 \d+\.\d dB\n"
                                  r"2.weight int8 \d+\.\d dB\n"
                                  r"largest change 0\.\d+")
+                output = run_python("quantd.torch.output_weights")
+                self.assertRegex(output, r"'0.weight': 'int\d")
                 output = run_python("quantd.torch.FakeQuantize")
                 self.assertIn("Encoding('int4', scale=<float32 of (32, 1)>",
                               output)

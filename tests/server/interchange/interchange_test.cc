@@ -401,6 +401,48 @@ TEST(InterchangeTest, ReadsAimet061ByTheShape) {
             "conv.weight: scale: 2 rounded to the nearest float32\n");
 }
 
+// As AIMET's own tests write and load them: without a version, with names of
+// Keras, offsets that are floats, entries of float16, ranges that scale and
+// offset do not have, and keys that say nothing of a tensor.
+TEST(InterchangeTest, TakesFilesAsThoseOfAimetsTests) {
+  const absl::StatusOr<ParsedEncodings> parsed = Parse(R"({
+      "activation_encodings":{
+        "conv_1/Tanh:0":[{"bitwidth":8,"dtype":"int","is_symmetric":"False",
+          "max":6.0,"min":-7.5,"offset":-15,"scale":0.5}],
+        "half:0":[{"bitwidth":16,"dtype":"float"}]},
+      "param_encodings":{
+        "conv_1/kernel:0":[
+          {"bitwidth":4,"dtype":"int","is_symmetric":"False","max":2.0,
+           "min":-1.75,"offset":-7.0,"scale":0.25},
+          {"bitwidth":4,"dtype":"int","is_symmetric":"False","max":2.0,
+           "min":-1.75,"offset":-7.0,"scale":0.25}],
+        "conv_2.weight":[{"bitwidth":4,"is_symmetric":"False","max":0.3,
+          "min":-0.2,"offset":-7.0,"scale":0.03125,"dtype":"int"}],
+        "half.weight":[{"bitwidth":16,"dtype":"float"}]},
+      "excluded_layers":["conv_3"],"producer":"somebody",
+      "quantizer_args":{"activation_bitwidth":8}})");
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  EXPECT_EQ(parsed->format, InterchangeFormat::kAimet061);
+  ASSERT_EQ(parsed->encodings.size(), 3);
+  EXPECT_EQ(parsed->encodings[0].tensor, "conv_1/Tanh:0");
+  EXPECT_EQ(parsed->encodings[0].encoding.zero_point, std::vector<int32_t>{15});
+  EXPECT_EQ(parsed->encodings[1].tensor, "conv_1/kernel:0");
+  PendingEncoding kernel = parsed->encodings[1];
+  LayoutHint hint = Shape({3, 3, 8, 2});
+  ASSERT_TRUE(ResolveLayout(hint, &kernel).ok());
+  EXPECT_EQ(kernel.encoding.block_size, (std::vector<int64_t>{0, 0, 0, 1}));
+  EXPECT_EQ(kernel.encoding.zero_point, (std::vector<int32_t>{7, 7}));
+  EXPECT_EQ(parsed->encodings[2].encoding.scale, std::vector<float>{0.03125f});
+  EXPECT_EQ(Losses(parsed->losses),
+            ": excluded_layers: which layers are not to be quantized\n"
+            "half:0 left out: activation_encodings[\"half:0\"][0]: a float of "
+            "16 bits without scale, nothing to keep\n"
+            "conv_2.weight: min and max: not those of codes under scale and "
+            "offset; the codes are all of the type\n"
+            "half.weight left out: param_encodings[\"half.weight\"][0]: a "
+            "float of 16 bits without scale, nothing to keep\n");
+}
+
 TEST(InterchangeTest, SaysWhenTheAxisIsOpen) {
   const auto error = [](const LayoutHint& hint) {
     return std::string(ParseOne(kAimet061, hint).status().message());

@@ -134,6 +134,16 @@ TEST_F(HttpServerTest, ServesMetricsInTextFormat) {
   EXPECT_THAT(response, HasSubstr("# TYPE quantd_store_seconds histogram"));
 }
 
+TEST_F(HttpServerTest, LinksToWhatThereIs) {
+  const std::string response = Get("/");
+  EXPECT_THAT(response, StartsWith("HTTP/1.1 200 OK\r\n"));
+  EXPECT_THAT(response, HasSubstr("text/html"));
+  for (const char* path : {"/metrics", "/healthz", "/readyz"}) {
+    EXPECT_THAT(response, HasSubstr(absl::StrCat("href=\"", path, "\"")));
+    EXPECT_THAT(Get(path), StartsWith("HTTP/1.1 200 OK\r\n"));
+  }
+}
+
 TEST_F(HttpServerTest, IsHealthyUnlessARestartHelps) {
   ready_ = false;
   store_ = false;
@@ -181,7 +191,7 @@ TEST_F(HttpServerTest, IsNotReadyForAMinuteAfterAWriteFailed) {
 }
 
 TEST_F(HttpServerTest, HasNothingElse) {
-  for (const char* path : {"/", "/metrics/", "/metrics/x", "/../etc/passwd",
+  for (const char* path : {"/metrics/", "/metrics/x", "/../etc/passwd",
                            "/healthz.html", "/favicon.ico"}) {
     EXPECT_THAT(Get(path), StartsWith("HTTP/1.1 404 ")) << path;
   }

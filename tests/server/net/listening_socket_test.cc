@@ -1,5 +1,6 @@
 #include "server/net/listening_socket.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -85,6 +86,8 @@ TEST(TcpSocketTest, TakesOnePortForAllAddresses) {
     // It is theirs alone.
     const auto other = ListeningSocket::Tcp(absl::StrCat(host, ":", port));
     EXPECT_EQ(core::ErrorReason(other.status()), "LISTEN") << host;
+    EXPECT_THAT(std::string(other.status().message()),
+                ::testing::HasSubstr(": address already in use;"));
   }
 }
 

@@ -498,6 +498,52 @@ TEST_P(EncodingStoreTest, ShowsNothingOfAnEncodingThatIsNotFinished) {
   EXPECT_EQ(core::ErrorReason((*writer)->Finish().status()), "ETAG_MISMATCH");
 }
 
+TEST_P(EncodingStoreTest, KeepsWhatMadeAnEncoding) {
+  // In the row, and in pieces.
+  const std::string made("\x08\x02\0\xff any bytes", 14);
+  for (const std::shared_ptr<const core::Encoding>& encoding :
+       {MakeEncoding(2),
+        std::make_shared<const core::Encoding>(LargeEncodings()[0])}) {
+    const EncodingKey draft{"resnet/50", "draft", "conv1.weight"};
+    const absl::StatusOr<StoredEncoding> put =
+        store_->Put(draft, encoding, {"", {}, made});
+    ASSERT_TRUE(put.ok()) << put.status();
+    EXPECT_EQ(put->provenance, made);
+    ASSERT_TRUE(store_
+                    ->PublishRevision("resnet/50", "draft", "main",
+                                      /*keep_others=*/false)
+                    .ok());
+    for (const bool reopened : {false, true}) {
+      if (reopened) Reopen();
+      const absl::StatusOr<StoredEncoding> got = store_->Get(key_);
+      ASSERT_TRUE(got.ok()) << got.status();
+      EXPECT_TRUE(*got->encoding == *encoding);
+      EXPECT_EQ(got->provenance, made);
+      auto reader = store_->OpenReader(key_);
+      ASSERT_TRUE(reader.ok()) << reader.status();
+      EXPECT_EQ((*reader)->stored().provenance, made);
+    }
+    const auto list = store_->ListEncodings("resnet/50", "main", "", 10);
+    ASSERT_TRUE(list.ok()) << list.status();
+    EXPECT_EQ((*list)[0].stored.provenance, "");
+
+    auto reader = store_->OpenReader(key_);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    auto writer =
+        store_->OpenWriter(draft, (*reader)->stored().encoding,
+                           (*reader)->has_zero_points(), {"", {}, "another"});
+    ASSERT_TRUE(writer.ok()) << writer.status();
+    CopyPieces(reader->get(), writer->get());
+    const absl::StatusOr<StoredEncoding> written = (*writer)->Finish();
+    ASSERT_TRUE(written.ok()) << written.status();
+    EXPECT_EQ(written->provenance, "another");
+    EXPECT_EQ(store_->Get(draft)->provenance, "another");
+    // What is put in its place is not made by the same.
+    ASSERT_TRUE(store_->Put(key_, encoding, {}).ok());
+    EXPECT_EQ(store_->Get(key_)->provenance, "");
+  }
+}
+
 TEST_P(EncodingStoreTest, PublishesARevisionAtOnce) {
   const auto large =
       std::make_shared<const core::Encoding>(LargeEncodings()[0]);

@@ -4,7 +4,6 @@
 #define QUANTD_CLIENT_CPP_INCLUDE_QUANTD_CLIENT_H_
 
 #include "client/cpp/client.h"
-#include "client/cpp/credentials.h"
 #include "client/cpp/errors.h"
 
 #endif  // QUANTD_CLIENT_CPP_INCLUDE_QUANTD_CLIENT_H_

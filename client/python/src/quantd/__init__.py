@@ -34,25 +34,26 @@ from quantd.model import (ModelTensor, QuantizedModel, join_model,
                           quantize_model)
 from quantd.results import (CalibrateResult, CandidateMetrics,
                             ComputedEncoding, ContributionResult,
-                            ErrorHistogram, ErrorMetrics, Evaluation,
-                            FeatureMoments, GramResult, MixtureOption, Model,
-                            MomentsResult, OutputNoise, Prediction,
-                            PublishedRevision,
-                            QuantizedTensor, QuantizeSummary, Revision,
+                            EncodingProvenance, ErrorHistogram, ErrorMetrics,
+                            Evaluation, FeatureMoments, GramResult,
+                            MixtureOption, Model, MomentsResult, OutputNoise,
+                            Prediction, PublishedRevision, QuantizedTensor, QuantizeSummary, Revision,
                             StatisticsEntry, StatisticsSource, StoredEncoding,
                             StoredGram, StoredStatistics, SweepCandidate,
                             SweepMixture, SweepResult, SweepTensor, SweepTotal,
                             TensorStatistics)
 from quantd.sweep import (MeasuredCandidate, MeasuredTensor, ModelMixture,
                           ModelSweep, sweep_model)
-from quantd.tensor import FormatInfo, TensorName, format_info, unpack
+from quantd.tensor import (FormatInfo, Slice, TensorName, format_info,
+                           unpack)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CalibrateJob", "CalibrateResult", "CandidateMetrics", "Client",
     "ComputedEncoding", "Contribution", "ContributionResult",
-    "DequantizedChunks", "Encoding", "EncodingReference", "EncodingSpec",
+    "DequantizedChunks", "Encoding", "EncodingProvenance",
+    "EncodingReference", "EncodingSpec",
     "ErrorHistogram", "ErrorMetrics", "Evaluation", "ExportedEncodings",
     "FeatureMoments", "FeatureStatistics", "FormatInfo", "GramResult",
     "Granularity", "Importance", "ImportedEncodings", "InterchangeLoss",
@@ -62,7 +63,7 @@ __all__ = [
     "QuantdError",
     "QuantizeJob", "QuantizeSummary", "QuantizedChunks", "QuantizedModel",
     "QuantizedTensor", "ResultList", "Revision", "Rounding",
-    "StatisticsEntry", "StatisticsSource", "StoredEncoding",
+    "Slice", "StatisticsEntry", "StatisticsSource", "StoredEncoding",
     "StoredGram", "StoredStatistics", "SweepCandidate", "SweepMixture",
     "SweepResult", "SweepTensor", "SweepTotal", "TensorFile", "TensorHint", "TensorInfo",
     "TensorName", "TensorStatistics", "blocks", "format_info", "gram_steps",

@@ -83,6 +83,31 @@ class NumpyKernels:
         return keys >> shift, bits & ((1 << shift) - 1)
 
     @staticmethod
+    def powers(floats: Array) -> tuple[Array, Array]:
+        """Of each element the sign and the power of two that its mantissa is
+        multiplied with, counted from 2^-149, and the mantissa."""
+        bits = floats.view(np.uint32).astype(np.int64)
+        exponent = bits >> 23 & 0xFF
+        mantissa = bits & 0x7FFFFF
+        mantissa += (exponent > 0) << 23
+        return bits >> 31 << 8 | np.maximum(exponent, 1) - 1, mantissa
+
+    @staticmethod
+    def not_of_columns(mask: Array) -> Array:
+        """Of [rows, columns, inner] how many are false in each column."""
+        found: Array = np.count_nonzero(~mask, axis=(0, 2))
+        return found
+
+    @staticmethod
+    def embedded(array: Array, shape: Sequence[int], offset: Sequence[int],
+                 none: Any) -> Array:
+        """At that place in one of `shape` that is `none` elsewhere."""
+        found = np.full(shape, none, array.dtype)
+        found[tuple(slice(first, first + extent) for first, extent in
+                    zip(offset, array.shape))] = array
+        return found
+
+    @staticmethod
     def arange(begin: int, end: int, like: Array) -> Array:
         """Integers."""
         del like

@@ -83,6 +83,29 @@ class TorchKernels:
         return keys >> shift, bits & ((1 << shift) - 1)
 
     @staticmethod
+    def powers(floats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See NumpyKernels."""
+        bits = floats.view(torch.int32).long() & (2 * _SIGN - 1)
+        exponent = bits >> 23 & 0xFF
+        mantissa = (bits & 0x7FFFFF) + ((exponent > 0).long() << 23)
+        return (bits >> 31 << 8) + (exponent.clamp(1) - 1), mantissa
+
+    @staticmethod
+    def not_of_columns(mask: torch.Tensor) -> torch.Tensor:
+        """See NumpyKernels."""
+        return (~mask).sum((0, 2))
+
+    @staticmethod
+    def embedded(array: torch.Tensor, shape: Sequence[int],
+                 offset: Sequence[int], none: Any) -> torch.Tensor:
+        """See NumpyKernels."""
+        found = torch.full(tuple(shape), none, dtype=array.dtype,
+                           device=array.device)
+        found[tuple(slice(first, first + extent) for first, extent in
+                    zip(offset, array.shape))] = array
+        return found
+
+    @staticmethod
     def arange(begin: int, end: int, like: torch.Tensor) -> torch.Tensor:
         """Integers."""
         return torch.arange(begin, end, device=like.device)

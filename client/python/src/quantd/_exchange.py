@@ -658,4 +658,5 @@ class CompareExchange(Exchange[ErrorMetrics]):
         _answers.check_evaluate(self.header, self._summary)
 
     def _result(self) -> ErrorMetrics:
-        return ErrorMetrics.from_proto(self._summary.comparison)
+        return ErrorMetrics.from_proto(self._summary.comparison,
+                                       self._summary.metrics)

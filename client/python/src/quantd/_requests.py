@@ -14,7 +14,7 @@ from typing import (Any, Callable, Collection, Generator, Iterable, Iterator,
 import grpc
 import numpy as np
 
-from quantd import _arrays, _globs, errors, results
+from quantd import _arrays, _globs, _sharding, errors, results
 from quantd._exchange import (CalibrateExchange, CompareExchange,
                               DequantizeExchange, EvaluateExchange,
                               QuantizeExchange)
@@ -29,7 +29,7 @@ from quantd.interchange import (ExportDownload, ImportedEncodings,
                                 ImportSource, ImportUpload, TensorHint,
                                 format_value)
 from quantd.tensor import (ELEMENT_DTYPES, ELEMENT_TYPES, EnumNames, NameLike,
-                           TensorName, as_name, format_info)
+                           Slice, TensorName, as_name, format_info)
 from quantd.v1 import encoding_pb2
 from quantd.v1 import encoding_service_pb2 as es
 from quantd.v1 import quantization_service_pb2 as qs
@@ -82,7 +82,7 @@ class FeatureStatistics:
         has none and needs them. The first contribution to a tensor sets them;
         later ones take those.
     max_part: the most features that are seen together, a multiple of 128;
-        0: 8,192.
+        0: the server's limit, 8,192 by default.
     moments: count, sum and sum of squares of each feature, for Importance.
     axis: the dimension that has the features; a Gram matrix takes the last.
     """
@@ -189,7 +189,8 @@ class QuantizeJob:
     source: None is that of all.
     outer_maximum: of a spec with outer scales, what these follow from; see
         QuantizeHeader in proto/. None: the tensor's own. For tensors that
-        share their outer scales."""
+        share their outer scales.
+    slice_of: see quantize."""
 
     array: Any
     source: Optional[Source] = None
@@ -201,6 +202,7 @@ class QuantizeJob:
     element_type: Optional[str] = None
     outer_maximum: Optional[Sequence[float]] = None
     rounding: Optional[Rounding] = None
+    slice_of: Optional[Slice] = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -213,6 +215,7 @@ class CalibrateJob:
     spec: Optional[SpecLike] = None
     contribution: Optional[Contribution] = None
     element_type: Optional[str] = None
+    slice_of: Optional[Slice] = None
 
 
 def full_name(name: NameLike, model: str, revision: str) -> TensorName:
@@ -247,14 +250,22 @@ def as_shape(shape: Any) -> tuple[int, ...]:
         f"expected a shape, a tuple of whole numbers, got {shape!r}", "shape")
 
 
-def describe(shape: Sequence[int], element_type: str, name: NameLike
-             ) -> tensor_pb2.TensorDescription:
+def describe(shape: Sequence[int], element_type: str, name: NameLike,
+             slice_of: Optional[Slice] = None) -> tensor_pb2.TensorDescription:
     """What a header says of its tensor."""
     try:
-        return tensor_pb2.TensorDescription(
+        description = tensor_pb2.TensorDescription(
             name=as_name(name).to_proto(),
             element_type=_arrays.element_type_of(element_type),
             shape=as_shape(shape))
+        if slice_of is not None:
+            if not isinstance(slice_of, Slice):
+                raise errors.argument_invalid(
+                    f"expected a Slice, got {type(slice_of).__name__}",
+                    "slice_of")
+            description.global_shape.extend(as_shape(slice_of.global_shape))
+            description.offset.extend(as_shape(slice_of.offset))
+        return description
     except ValueError as error:
         raise errors.argument_invalid(
             f"expected a shape, got {shape!r}: {error}", "shape") from error
@@ -282,24 +293,32 @@ def quantize(job: QuantizeJob) -> QuantizeExchange:
 
 
 def _quantize(job: QuantizeJob) -> QuantizeExchange:
-    reals = _arrays.reals(job.array, job.element_type)
+    array, slice_of = _sharding.part_of(job.array, job.slice_of)
+    reals = _arrays.reals(array, job.element_type)
     exchange = QuantizeExchange(
-        quantize_header(describe(reals.shape, reals.element_type, job.name),
+        quantize_header(describe(reals.shape, reals.element_type, job.name,
+                                 slice_of),
                         job), reals.data, _arrays.output(job.out))
-    exchange.large_encodings = large_encodings([job.source], reals.shape)
+    exchange.large_encodings = large_encodings([job.source], reals.shape,
+                                               slice_of)
     exchange.is_torch = _arrays.is_torch(job.array)
     _check_out(exchange)
     return exchange
 
 
-def large_encodings(sources: Iterable[Any], shape: Sequence[int]
-           ) -> dict[int, Encoding]:
+def large_encodings(sources: Iterable[Any], shape: Sequence[int],
+                    slice_of: Optional[Slice] = None) -> dict[int, Encoding]:
     """Encodings whose scales go up in chunks, by index.
 
-    Raises: ARGUMENT_INVALID for other scales than the shape has.
+    Raises: ARGUMENT_INVALID for other scales than the shape has, or those of
+    the whole for a slice.
     """
     found = {index: source for index, source in enumerate(sources)
              if isinstance(source, Encoding) and source.goes_in_chunks}
+    if found and slice_of is not None:
+        raise errors.argument_invalid(
+            "expected an encoding with fewer scales, or an EncodingReference "
+            "to one that put_encoding has stored", "source")
     for source in found.values():
         ScaleFeed(source, shape)
     return found
@@ -431,7 +450,8 @@ def dequantize(codes: Any,
                source: Union[Encoding, EncodingReference, None] = None,
                shape: Optional[Sequence[int]] = None,
                element_type: Optional[str] = None, name: NameLike = None,
-               out: Any = None) -> DequantizeExchange:
+               out: Any = None, slice_of: Optional[Slice] = None
+               ) -> DequantizeExchange:
     """See Client.dequantize."""
     format_name = None
     if isinstance(codes, results.QuantizedTensor):
@@ -443,17 +463,19 @@ def dequantize(codes: Any,
         codes = codes.codes
     with naming(name):
         return _dequantize(codes, format_name, source, shape,
-                           element_type or "float32", name, out)
+                           element_type or "float32", name, out, slice_of)
 
 
 def _dequantize(codes: Any, format_name: Optional[str],
                 source: Union[Encoding, EncodingReference, None],
                 shape: Optional[Sequence[int]], element_type: str,
-                name: NameLike, out: Any) -> DequantizeExchange:
+                name: NameLike, out: Any, slice_of: Optional[Slice]
+                ) -> DequantizeExchange:
     data = _arrays.codes(
         codes, source.format if isinstance(source, Encoding) else format_name)
     shape = as_shape(np.shape(codes) if shape is None else shape)
-    header = dequantize_header(describe(shape, element_type, name), source)
+    header = dequantize_header(describe(shape, element_type, name, slice_of),
+                               source)
     count = 1
     for size in shape:
         count *= size
@@ -466,7 +488,7 @@ def _dequantize(codes: Any, format_name: Optional[str],
     exchange = DequantizeExchange(
         header, data, _arrays.output(out),
         count * ELEMENT_DTYPES[element_type].itemsize)
-    exchange.large_encodings = large_encodings([source], shape)
+    exchange.large_encodings = large_encodings([source], shape, slice_of)
     exchange.is_torch = _arrays.is_torch(codes)
     _check_out(exchange)
     return exchange
@@ -501,7 +523,9 @@ def calibrate_header(tensor: tensor_pb2.TensorDescription,
             dtype = ELEMENT_DTYPES[ELEMENT_TYPES.name(tensor.element_type)]
             (size or StatisticsSize()).add(
                 tensor.name.tensor, as_granularity(contribution.granularity),
-                tensor.shape, math.prod(tensor.shape) * dtype.itemsize)
+                tensor.global_shape or tensor.shape,
+                math.prod(tensor.global_shape or tensor.shape) *
+                dtype.itemsize)
     return header
 
 
@@ -511,11 +535,14 @@ def calibrate(job: CalibrateJob, size: Optional[StatisticsSize] = None
     with naming(job.name):
         if isinstance(job.array, State):
             return _calibrate_state(job, job.array)
+        array, slice_of = _sharding.part_of(job.array, job.slice_of)
+        job = dataclasses.replace(job, array=array, slice_of=slice_of)
         reals = _arrays.reals(job.array, job.element_type)
         return CalibrateExchange(
             calibrate_header(
-                describe(reals.shape, reals.element_type, job.name), job.spec,
-                _with_steps(job), size), reals.data)
+                describe(reals.shape, reals.element_type, job.name,
+                         job.slice_of), job.spec, _with_steps(job), size),
+            reals.data)
 
 
 def _calibrate_state(job: CalibrateJob, state: State) -> CalibrateExchange:
@@ -524,11 +551,21 @@ def _calibrate_state(job: CalibrateJob, state: State) -> CalibrateExchange:
     if not isinstance(contribution, Contribution):
         raise errors.argument_invalid("a state needs a contribution",
                                       "contribution")
-    features = None if state.step_exponent is None else FeatureStatistics(
-        step_exponent=state.step_exponent, max_part=state.max_part)
+    if job.slice_of is not None:
+        raise errors.argument_invalid("expected that of the State", "slice_of")
+    features = None
+    if state.step_exponent is not None or state.moments:
+        # Parts of the state's size, also where the server would make larger
+        # ones.
+        features = FeatureStatistics(
+            gram=state.step_exponent is not None,
+            step_exponent=state.step_exponent, max_part=state.max_part or (
+                8192 if len(state.step_exponent or ()) > 8192 else 0),
+            moments=state.moments, axis=state.axis)
     serialized = state.serialized()
     header = calibrate_header(
-        describe(state.shape, state.element_type, job.name), job.spec,
+        describe(state.shape, state.element_type, job.name, state.slice_of),
+        job.spec,
         dataclasses.replace(
             contribution, granularity=state.granularity,
             mantissa_bits=state.mantissa_bits, features=features,
@@ -566,16 +603,26 @@ def calibrate_items(spec: Optional[SpecLike],
     return make
 
 
+def metric_values(metrics: Iterable[str]) -> list[Any]:
+    """Of names of fields of ErrorMetrics."""
+    if isinstance(metrics, str):
+        # Otherwise each of its letters were one.
+        metrics = [metrics]
+    return [results.METRICS.value(metric) for metric in metrics]
+
+
 def evaluate_header(tensor: tensor_pb2.TensorDescription,
                     candidates: Iterable[Source], labels: Sequence[str],
                     per_scale_index: bool, with_distribution: bool,
-                    encodings: bool, inputs: NameLike) -> qs.EvaluateHeader:
+                    encodings: bool, inputs: NameLike,
+                    metrics: Iterable[str]) -> qs.EvaluateHeader:
     """Labels are those given, or the candidates that are strings. Where one
     encoding is too large for an answer, all of specs are left out."""
     header = qs.EvaluateHeader(
         tensor=tensor, per_scale_index=per_scale_index,
         with_distribution=with_distribution,
-        inputs=None if inputs is None else as_name(inputs).to_proto())
+        inputs=None if inputs is None else as_name(inputs).to_proto(),
+        metrics=metric_values(metrics))
     if isinstance(candidates, str):
         # Otherwise each of its letters were one.
         candidates = [candidates]
@@ -607,16 +654,27 @@ Evaluations = list[tuple[list[int], EvaluateExchange]]
 def evaluate(array: Any, candidates: Iterable[Source], name: NameLike,
              labels: Sequence[str], per_scale_index: bool,
              with_distribution: bool, encodings: bool,
-             element_type: Optional[str], inputs: NameLike) -> Evaluations:
+             element_type: Optional[str], inputs: NameLike,
+             outer_maxima: Sequence[Optional[float]], metrics: Iterable[str],
+             slice_of: Optional[Slice] = None) -> Evaluations:
     """See Client.evaluate. In two exchanges where only some of the encodings
     that are asked for are too large for an answer."""
     with naming(name):
+        array, slice_of = _sharding.part_of(array, slice_of)
         reals = _arrays.reals(array, element_type)
         candidates = [candidates] if isinstance(candidates, str) else (
             list(candidates))
         whole = evaluate_header(
-            describe(reals.shape, reals.element_type, name), candidates,
-            labels, per_scale_index, with_distribution, encodings, inputs)
+            describe(reals.shape, reals.element_type, name, slice_of),
+            candidates, labels, per_scale_index, with_distribution, encodings,
+            inputs, metrics)
+        if outer_maxima and len(outer_maxima) != len(candidates):
+            raise errors.argument_invalid(
+                f"expected {len(candidates)}, got {len(outer_maxima)}",
+                "outer_maxima")
+        for candidate, maximum in zip(whole.candidates, outer_maxima):
+            if maximum is not None:
+                candidate.outer_maximum.append(maximum)
         places = [[*range(len(candidates))]]
         if encodings:
             large = _large_specs(whole)
@@ -631,7 +689,7 @@ def evaluate(array: Any, candidates: Iterable[Source], name: NameLike,
             header.omit_encodings = not encodings or bool(_large_specs(header))
             exchange = EvaluateExchange(header, reals.data)
             exchange.large_encodings = large_encodings(
-                [candidates[place] for place in some], reals.shape)
+                [candidates[place] for place in some], reals.shape, slice_of)
             found.append((some, exchange))
         return found
 
@@ -647,7 +705,8 @@ def join_evaluations(found: Sequence[tuple[list[int], results.Evaluation]]
 
 
 def compare(reference: Any, test: Any, with_distribution: bool,
-            element_type: Optional[str]) -> CompareExchange:
+            element_type: Optional[str], metrics: Iterable[str]
+            ) -> CompareExchange:
     """See Client.compare."""
     left = _arrays.reals(reference, element_type)
     right = _arrays.reals(test, element_type)
@@ -657,7 +716,7 @@ def compare(reference: Any, test: Any, with_distribution: bool,
             f"{right.element_type} of {right.shape}", "test")
     header = qs.EvaluateHeader(
         tensor=describe(left.shape, left.element_type, None), comparison=True,
-        with_distribution=with_distribution)
+        with_distribution=with_distribution, metrics=metric_values(metrics))
     dtype = ELEMENT_DTYPES[left.element_type]
     pairs = np.stack([left.data.view(dtype), right.data.view(dtype)], axis=-1)
     return CompareExchange(header, _arrays.as_bytes(pairs))

@@ -12,6 +12,7 @@ from quantd import errors
 from quantd._files import FileTensor
 from quantd._scale_stream import (largest_magnitudes, outer_count,
                                   scale_type_of)
+from quantd._specs import Template
 from quantd.encoding import OUTER_SCALE_TYPES
 from quantd.tensor import FORMATS
 
@@ -212,6 +213,25 @@ class Ties:
                     f"{label}: tied tensors share one outer scale; expected "
                     f"{obstacle}", "ties")
         return groups
+
+
+    def of_tensors(self, tensors: Sequence[FileTensor]) -> list[Group]:
+        """The groups of two or more among tensors, whatever becomes of them.
+
+        Raises: ARGUMENT_INVALID for a given pattern that ties none.
+        """
+        return [Group(label, [tensors[member] for member in members])
+                for _, label, members in self._groups(
+                    [tensor.name for tensor in tensors])]
+
+
+def can_share(group: Group, template: Template) -> bool:
+    """Whether the tensors of a group can share the outer scale of a spec."""
+    try:
+        return not _obstacle([(tensor, template.of(tensor.shape))
+                              for tensor in group.tensors])
+    except errors.QuantdError:
+        return False
 
 
 def _different_specs(name: str, spec: Any, other: str, other_spec: Any) -> str:

@@ -36,7 +36,8 @@ from quantd._requests import (HEALTH_METHOD, Attempts, CalibrateJob, Calls,
 from quantd._retries import Retries
 from quantd._ties import Ties, TiesLike
 from quantd.encoding import Encoding, EncodingReference, Source
-from quantd.tensor import Array, NameLike, TensorName, as_name, format_info
+from quantd.tensor import (Array, NameLike, Slice, TensorName, as_name,
+                           format_info)
 from quantd.v1 import encoding_service_pb2 as es
 from quantd.v1 import encoding_service_pb2_grpc as es_grpc
 
@@ -216,13 +217,14 @@ class Client:
                        nan_policy: Optional[str] = None,
                        omit_encoding: bool = False, out: Any = None,
                        element_type: Optional[str] = None,
-                       rounding: Optional[Rounding] = None
+                       rounding: Optional[Rounding] = None,
+                       slice_of: Optional[Slice] = None
                        ) -> results.QuantizedTensor:
         """Turns reals into codes; see quantd.Client.quantize."""
         tensor: results.QuantizedTensor = await self._one(
             "Quantize", _requests.quantize(QuantizeJob(
                 array, source, name, store, nan_policy, omit_encoding, out,
-                element_type, rounding=rounding)))
+                element_type, rounding=rounding, slice_of=slice_of)))
         return tensor
 
     def quantize_chunks(
@@ -276,10 +278,10 @@ class Client:
             source: Union[Encoding, EncodingReference, None] = None, *,
             shape: Optional[Sequence[int]] = None,
             element_type: Optional[str] = None, name: NameLike = None,
-            out: Any = None) -> Any:
+            out: Any = None, slice_of: Optional[Slice] = None) -> Any:
         """Turns codes into reals; see quantd.Client.dequantize."""
         return await self._one("Dequantize", _requests.dequantize(
-            codes, source, shape, element_type, name, out))
+            codes, source, shape, element_type, name, out, slice_of))
 
     def dequantize_chunks(
             self, chunks: _Items, source: Union[Encoding, EncodingReference],
@@ -300,23 +302,26 @@ class Client:
     async def calibrate(self, array: Any, name: NameLike = None,
                         spec: Optional[SpecLike] = None,
                         contribution: Optional[Contribution] = None, *,
-                        element_type: Optional[str] = None
+                        element_type: Optional[str] = None,
+                        slice_of: Optional[Slice] = None
                         ) -> results.CalibrateResult:
         """Statistics of a tensor; see quantd.Client.calibrate."""
         result: results.CalibrateResult = await self._one(
             "Calibrate", _requests.calibrate(CalibrateJob(
-                array, name, spec, contribution, element_type)))
+                array, name, spec, contribution, element_type, slice_of)))
         return result
 
     async def calibrate_chunks(
             self, chunks: _Items, name: NameLike = None,
             spec: Optional[SpecLike] = None,
             contribution: Optional[Contribution] = None, *,
-            shape: Sequence[int], element_type: str = "float32"
+            shape: Sequence[int], element_type: str = "float32",
+            slice_of: Optional[Slice] = None
     ) -> results.CalibrateResult:
         """See quantd.Client.calibrate_chunks; chunks may be async."""
         header = _requests.calibrate_header(
-            _requests.describe(shape, element_type, name), spec, contribution)
+            _requests.describe(shape, element_type, name, slice_of), spec,
+            contribution)
         return results.CalibrateResult.from_proto(await self._summary_of(
             "Calibrate", header, element_type, shape, chunks,
             _chunks.calibrate_download(header)))
@@ -354,27 +359,32 @@ class Client:
                        per_scale_index: bool = False,
                        with_distribution: bool = False, encodings: bool = True,
                        element_type: Optional[str] = None,
-                       inputs: NameLike = None) -> results.Evaluation:
+                       inputs: NameLike = None,
+                       outer_maxima: Sequence[Optional[float]] = (),
+                       metrics: Iterable[str] = (),
+                       slice_of: Optional[Slice] = None
+                       ) -> results.Evaluation:
         """The error of candidates; see quantd.Client.evaluate."""
         return _requests.join_evaluations([
             (places, await self._one("Evaluate", exchange))
             for places, exchange in _requests.evaluate(
                 array, candidates, name, labels, per_scale_index,
-                with_distribution, encodings, element_type, inputs)])
+                with_distribution, encodings, element_type, inputs,
+                outer_maxima, metrics, slice_of)])
 
     async def evaluate_chunks(
             self, chunks: _Items, candidates: Iterable[Source], *,
             shape: Sequence[int], element_type: str = "float32",
             name: NameLike = None, labels: Sequence[str] = (),
             per_scale_index: bool = False, with_distribution: bool = False,
-            encodings: bool = True, inputs: NameLike = None
-            ) -> results.Evaluation:
+            encodings: bool = True, inputs: NameLike = None,
+            metrics: Iterable[str] = ()) -> results.Evaluation:
         """See quantd.Client.evaluate_chunks; chunks may be async."""
         if not isinstance(candidates, str):
             candidates = list(candidates)
         header = _requests.evaluate_header(
             _requests.describe(shape, element_type, name), candidates, labels,
-            per_scale_index, with_distribution, encodings, inputs)
+            per_scale_index, with_distribution, encodings, inputs, metrics)
         summary = await self._summary_of(
             "Evaluate", header, element_type, shape, chunks,
             _chunks.evaluate_download(
@@ -383,14 +393,14 @@ class Client:
 
     async def compare(self, reference: Any, test: Any, *,
                       with_distribution: bool = False,
-                      element_type: Optional[str] = None
-                      ) -> results.ErrorMetrics:
+                      element_type: Optional[str] = None,
+                      metrics: Iterable[str] = ()) -> results.ErrorMetrics:
         """The error of `test` against `reference`; see
         quantd.Client.compare."""
-        metrics: results.ErrorMetrics = await self._one(
+        found: results.ErrorMetrics = await self._one(
             "Evaluate", _requests.compare(reference, test, with_distribution,
-                                          element_type))
-        return metrics
+                                          element_type, metrics))
+        return found
 
     # Encodings.
 

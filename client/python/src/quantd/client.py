@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import os
 import threading
 import time
@@ -28,7 +29,7 @@ from quantd._shared_memory import SharedMemory
 from quantd._stream import Options, RetryingStream
 from quantd._ties import Ties, TiesLike
 from quantd.encoding import Encoding, EncodingReference, Source
-from quantd.tensor import (Array, NameLike, TensorName, as_name,
+from quantd.tensor import (Array, NameLike, Slice, TensorName, as_name,
                            format_info)
 from quantd.v1 import encoding_service_pb2 as es
 from quantd.v1 import encoding_service_pb2_grpc as es_grpc
@@ -38,27 +39,40 @@ _SERVICE = "/quantd.v1.QuantizationService/"
 # small.
 _WINDOW_BYTES = 64 << 20
 _WINDOW_COUNT = 64
+# gRPC encrypts what goes over one on one thread at a time.
+_TLS_CHANNELS = 4
 
 
 class _Connection:
     """What a client holds while it is open."""
 
-    def __init__(self, channel: grpc.Channel) -> None:
-        self.channel = channel
+    def __init__(self, channels: Sequence[grpc.Channel]) -> None:
+        # Of calls that are no streams.
+        self.channel = channels[0]
+        self._channels = channels
+        self._turns = itertools.cycle(channels)
         self.lock = threading.Lock()
         self.shared: Optional[SharedMemory] = None
         self.output_memory = OutputMemory()
         # Open streams without a tensor on them, by method; None: closed.
         self.idle: Optional[dict[str, list[RetryingStream]]] = {}
 
-    def pause(self, seconds: float, error: errors.QuantdError) -> None:
-        """Waits after an error, longer if that says so."""
+    def stream_channel(self) -> grpc.Channel:
+        """For another stream."""
+        with self.lock:
+            return next(self._turns)
+
+    def pause(self, seconds: float, error: errors.QuantdError,
+              channel: Optional[grpc.Channel] = None) -> None:
+        """Waits after an error of a call of the channel, by default of
+        self.channel; longer if the error says so."""
+        waits = self.channel if channel is None else channel
         end = time.monotonic() + max(seconds, error.retry_after or 0)
         if error.reason == "SERVER_UNREACHABLE":
             # gRPC goes on connecting only while a call waits for that,
             # otherwise every 5 s.
             try:
-                _apart.run(lambda: self.channel.unary_unary(HEALTH_METHOD)(
+                _apart.run(lambda: waits.unary_unary(HEALTH_METHOD)(
                     b"", timeout=seconds, wait_for_ready=True))
             except (grpc.RpcError, ValueError):
                 pass
@@ -73,14 +87,16 @@ class _Connection:
         for streams in (idle or {}).values():
             for stream in streams:
                 stream.close(cancel=False)
-        _apart.run(self.channel.close)
+        for channel in self._channels:
+            _apart.run(channel.close)
         self.output_memory.close()
         if self.shared is not None:
             self.shared.close()
 
 
 class Client:
-    """A connection to one server.
+    """A connection to one server; with TLS, up to four over which concurrent
+    tensors are spread.
 
     target: "host", "host:port", "unix:/path/to/socket", or several replicas as
         "ipv4:10.0.0.1:8430,10.0.0.2:8430"; the port is 8430 where none is
@@ -153,13 +169,15 @@ class Client:
         arguments = _channel.channel_arguments(self._options, balance,
                                                channel_options)
         _channel.check_process()
-        channel = (grpc.insecure_channel(target, arguments)
-                   if credentials is None else
-                   grpc.secure_channel(target, credentials, arguments))
+        channels = ([grpc.insecure_channel(target, arguments)]
+                    if credentials is None else
+                    [grpc.secure_channel(target, credentials, arguments)
+                     for _ in range(_TLS_CHANNELS)])
         if token is not None:
-            channel = grpc.intercept_channel(channel,
-                                             _credentials.TokenSender(token))
-        self._connection = _Connection(channel)
+            sender = _credentials.TokenSender(token)
+            channels = [grpc.intercept_channel(channel, sender)
+                        for channel in channels]
+        self._connection = _Connection(channels)
         if shared_memory:
             path = target[len("unix:"):]
             if path.startswith("///"):
@@ -167,7 +185,7 @@ class Client:
             self._connection.shared = SharedMemory(path + ".memory",
                                                    self._options)
         self._encodings: Any = es_grpc.EncodingServiceStub(  # type: ignore
-            channel)
+            self._connection.channel)
         self._finalizer = weakref.finalize(self, self._connection.close)
 
     @property
@@ -200,7 +218,8 @@ class Client:
                  store: bool = False, nan_policy: Optional[str] = None,
                  omit_encoding: bool = False, out: Any = None,
                  element_type: Optional[str] = None,
-                 rounding: Optional[Rounding] = None
+                 rounding: Optional[Rounding] = None,
+                 slice_of: Optional[Slice] = None
                  ) -> results.QuantizedTensor:
         """Turns reals into codes.
 
@@ -212,11 +231,15 @@ class Client:
         out: contiguous array of as many bytes as there are codes.
         rounding: how elements become codes; None: each by itself. The server
             holds the tensor otherwise.
+        slice_of: where the array lies in a tensor that it is a part of. What
+            the source says is then of the whole: the codes are those that the
+            whole has there, and the answer's encoding is that of the part.
+            A DTensor of torch 2 says itself where its local part lies.
         """
         tensor: results.QuantizedTensor = self._one(
             "Quantize", _requests.quantize(QuantizeJob(
                 array, source, name, store, nan_policy, omit_encoding, out,
-                element_type, rounding=rounding)))
+                element_type, rounding=rounding, slice_of=slice_of)))
         return tensor
 
     def quantize_chunks(
@@ -308,7 +331,8 @@ class Client:
                    source: Union[Encoding, EncodingReference, None] = None, *,
                    shape: Optional[Sequence[int]] = None,
                    element_type: Optional[str] = None, name: NameLike = None,
-                   out: Any = None) -> Any:
+                   out: Any = None, slice_of: Optional[Slice] = None
+                   ) -> Any:
         """Turns codes into reals: an array of numpy, bfloat16 as uint16, or
         where the codes are a tensor of torch, one of torch on the CPU.
 
@@ -318,9 +342,12 @@ class Client:
             packed.
         element_type: default that of the QuantizedTensor, or "float32".
         out: contiguous array of as many bytes as there are reals.
+        slice_of: where the codes lie in a tensor that they are a part of; the
+            source is that of the whole. The encoding of a QuantizedTensor is
+            that of the part, and needs none.
         """
         return self._one("Dequantize", _requests.dequantize(
-            codes, source, shape, element_type, name, out))
+            codes, source, shape, element_type, name, out, slice_of))
 
     def dequantize_chunks(
             self, chunks: Iterable[Any],
@@ -374,30 +401,37 @@ class Client:
     def calibrate(self, array: Any, name: NameLike = None,
                   spec: Optional[SpecLike] = None,
                   contribution: Optional[Contribution] = None, *,
-                  element_type: Optional[str] = None
+                  element_type: Optional[str] = None,
+                  slice_of: Optional[Slice] = None
                   ) -> results.CalibrateResult:
         """Statistics of a tensor; with a spec also an encoding, which is stored
         under `name`; with a contribution the tensor is added to the statistics
         that the service keeps under `name`. With a contribution `array` may be a
         quantd.edge.State in its place. Statistics in blocks that would take
         more than the tensor, and more than 16 MiB, are refused unless the
-        contribution has force_statistics."""
+        contribution has force_statistics.
+
+        slice_of: where the array lies in a tensor that it is a part of, with a
+            contribution: the statistics are those of the whole.
+        """
         result: results.CalibrateResult = self._one(
             "Calibrate", _requests.calibrate(CalibrateJob(
-                array, name, spec, contribution, element_type)))
+                array, name, spec, contribution, element_type, slice_of)))
         return result
 
     def calibrate_chunks(
             self, chunks: Iterable[Any], name: NameLike = None,
             spec: Optional[SpecLike] = None,
             contribution: Optional[Contribution] = None, *,
-            shape: Sequence[int], element_type: str = "float32"
+            shape: Sequence[int], element_type: str = "float32",
+            slice_of: Optional[Slice] = None
     ) -> results.CalibrateResult:
         """calibrate() of a tensor that does not fit in memory, see
         quantize_chunks for `chunks`. Not tried again when the server goes away;
         with a contribution it is safe to call it again."""
         header = _requests.calibrate_header(
-            _requests.describe(shape, element_type, name), spec, contribution)
+            _requests.describe(shape, element_type, name, slice_of), spec,
+            contribution)
         return results.CalibrateResult.from_proto(self._summary_of(
             "Calibrate", header, element_type, shape, chunks,
             _chunks.calibrate_download(header)))
@@ -441,8 +475,10 @@ class Client:
                  name: NameLike = None, labels: Sequence[str] = (),
                  per_scale_index: bool = False,
                  with_distribution: bool = False, encodings: bool = True,
-                 element_type: Optional[str] = None, inputs: NameLike = None
-                 ) -> results.Evaluation:
+                 element_type: Optional[str] = None, inputs: NameLike = None,
+                 outer_maxima: Sequence[Optional[float]] = (),
+                 metrics: Iterable[str] = (),
+                 slice_of: Optional[Slice] = None) -> results.Evaluation:
         """The error of quantizing and dequantizing with each of 1 to 64
         candidates.
 
@@ -457,20 +493,28 @@ class Client:
         inputs: name of the inputs of the layer that the tensor is the weight
             of, as in Rounding: output_noise as well, the error that each
             candidate makes at the layer's output.
+        outer_maxima: of each candidate, where its outer scale is one for
+            several tensors, the largest magnitude of all; None where not.
+        metrics: what to measure besides counts, by the names of the fields of
+            ErrorMetrics; the others are nan. Only sum_squared_error,
+            mean_squared_error, max_absolute_error and sqnr_db take about half
+            of the time. Default: all.
+        slice_of: see quantize.
         """
         return _requests.join_evaluations([
             (places, self._one("Evaluate", exchange))
             for places, exchange in _requests.evaluate(
                 array, candidates, name, labels, per_scale_index,
-                with_distribution, encodings, element_type, inputs)])
+                with_distribution, encodings, element_type, inputs,
+                outer_maxima, metrics, slice_of)])
 
     def evaluate_chunks(
             self, chunks: Iterable[Any], candidates: Iterable[Source], *,
             shape: Sequence[int], element_type: str = "float32",
             name: NameLike = None, labels: Sequence[str] = (),
             per_scale_index: bool = False, with_distribution: bool = False,
-            encodings: bool = True, inputs: NameLike = None
-            ) -> results.Evaluation:
+            encodings: bool = True, inputs: NameLike = None,
+            metrics: Iterable[str] = ()) -> results.Evaluation:
         """evaluate() of a tensor that does not fit in memory; see
         quantize_chunks for `chunks`, and for candidates that are specs.
 
@@ -481,7 +525,7 @@ class Client:
             candidates = list(candidates)
         header = _requests.evaluate_header(
             _requests.describe(shape, element_type, name), candidates, labels,
-            per_scale_index, with_distribution, encodings, inputs)
+            per_scale_index, with_distribution, encodings, inputs, metrics)
         summary = self._summary_of("Evaluate", header, element_type, shape,
                                    chunks, _chunks.evaluate_download(
                 header, _requests.large_encodings(candidates, shape)))
@@ -489,13 +533,14 @@ class Client:
 
     def compare(self, reference: Any, test: Any, *,
                 with_distribution: bool = False,
-                element_type: Optional[str] = None) -> results.ErrorMetrics:
+                element_type: Optional[str] = None,
+                metrics: Iterable[str] = ()) -> results.ErrorMetrics:
         """The error of `test` against `reference`, of the same shape and
-        type."""
-        metrics: results.ErrorMetrics = self._one(
+        type. metrics: see evaluate()."""
+        found: results.ErrorMetrics = self._one(
             "Evaluate", _requests.compare(reference, test, with_distribution,
-                                          element_type))
-        return metrics
+                                          element_type, metrics))
+        return found
 
     # Shared memory.
 
@@ -814,7 +859,7 @@ class Client:
                                 self._options.chunk_bytes,
                                 download.encodings)
         return _chunks.ChunkedCall(
-            self._connection.channel.stream_stream(_SERVICE + method),
+            self._connection.stream_channel().stream_stream(_SERVICE + method),
             self._options, upload, chunks, download)
 
     def _summary_of(self, method: str, header: Any, element_type: str,
@@ -839,9 +884,10 @@ class Client:
                 if stream.is_open:
                     return stream
                 stream.close(cancel=True)
+        channel = connection.stream_channel()
         return RetryingStream(
-            connection.channel.stream_stream(_SERVICE + method),
-            self._options, connection.pause,
+            channel.stream_stream(_SERVICE + method), self._options,
+            functools.partial(connection.pause, channel=channel),
             lambda exchange: exchange.placement is not None and
             exchange.placement.is_lost)
 

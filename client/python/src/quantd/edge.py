@@ -18,11 +18,12 @@ from typing import Any, Iterator, Optional, Sequence
 
 import numpy as np
 
-from quantd import _arrays, errors
+from quantd import _arrays, _sharding, errors
 from quantd._edge_numpy import NumpyKernels
 from quantd._scale_stream import counts
 from quantd._specs import block_size_of
 from quantd.encoding import GranularityLike, as_granularity
+from quantd.tensor import Array, Slice
 from quantd.v1 import statistics_pb2
 
 __all__ = ["State"]
@@ -35,15 +36,63 @@ _AT_ONCE = 1 << 20
 _LARGEST_CODE = 8191
 # 32 bits.
 _LOW = (1 << 32) - 1
+# Of an element: the sign, and the power of two that its mantissa counts.
+_POWER_BITS = 9
+_EXPONENT_MASK = 0xFF
+# Squares of mantissas have 48 bits.
+_HALF_SQUARE = (1 << 24) - 1
 
 
 def _kernels_of(array: Any) -> Any:
     """What works on it, and the array as that takes it."""
+    if _sharding.is_sharded(array):
+        raise errors.argument_invalid(
+            "expected the local part of a DTensor, and slice_of of the State",
+            "array")
     if _arrays.is_torch(array):
         # pylint: disable-next=import-outside-toplevel
         from quantd._edge_torch import TorchKernels
         return TorchKernels, array.detach()
     return NumpyKernels, array
+
+
+class _Sums:
+    """Integers by key: rows of a table, added up."""
+
+    def __init__(self) -> None:
+        self._keys: Any = None
+        self.table: Any = None
+
+    def add(self, kernels: Any, keys: Any, table: list[Any]) -> None:
+        """Distinct keys in order, and of each row one number for each."""
+        if self._keys is not None:
+            joined = kernels.join(self._keys, keys)
+            keys, table = kernels.sums_of_pairs(joined, [
+                kernels.join(own, more)
+                for own, more in zip(self.table, table)])
+        self._keys, self.table = keys, table
+
+    def to_numpy(self, kernels: Any) -> tuple[Array, Array]:
+        """Keys and the table."""
+        if self._keys is None:
+            return np.empty(0, np.int64), np.empty((4, 0), np.int64)
+        return kernels.to_numpy(self._keys), np.stack(
+            [kernels.to_numpy(row) for row in self.table])
+
+
+def _exact_sums(sums: Sequence[int], unit: int) -> statistics_pb2.ExactSums:
+    """In the one form that they have; see ExactSums."""
+    if not any(sums):
+        return statistics_pb2.ExactSums()
+    # Of all sums at once: the lowest bit that is set in any of them.
+    lowest = min((total & -total).bit_length() - 1 for total in sums if total)
+    bits = max((total if total >= 0 else ~total).bit_length() + 1
+               for total in sums if total)
+    width = (bits - lowest + 7) // 8
+    return statistics_pb2.ExactSums(
+        exponent=unit + lowest, width=width, integers=b"".join(
+            (total >> lowest).to_bytes(width, "little", signed=True)
+            for total in sums))
 
 
 class State:
@@ -62,6 +111,13 @@ class State:
         the service has (StoredStatistics.gram), and otherwise gram_steps of a
         first batch: a state with other steps than the stored ones is refused.
     max_part: see FeatureStatistics.
+    moments: count, sum and sum of squares of each feature as well, exactly;
+        about 1 KiB for each. axis: that has the features; a Gram matrix takes
+        the last one.
+    slice_of: the tensors are all that part of tensors of that shape; see
+        Client.calibrate. Along dimensions of which they have everything they
+        may still differ. Features are those of the part, for step_exponent of
+        the whole: a Gram matrix takes a part of the rows only.
 
     Raises: ARGUMENT_INVALID.
     """
@@ -69,7 +125,8 @@ class State:
     def __init__(self, granularity: GranularityLike = None,
                  mantissa_bits: int = 0,
                  step_exponent: Optional[Sequence[int]] = None,
-                 max_part: int = 0) -> None:
+                 max_part: int = 0, moments: bool = False, axis: int = -1,
+                 slice_of: Optional[Slice] = None) -> None:
         if mantissa_bits and mantissa_bits not in _MANTISSA_BITS:
             raise errors.argument_invalid(
                 f"expected 0 or 2 to 10, got {mantissa_bits}", "mantissa_bits")
@@ -78,9 +135,14 @@ class State:
         self.step_exponent = None if step_exponent is None else tuple(
             int(exponent) for exponent in step_exponent)
         self.max_part = max_part
+        self.moments = moments
+        self.axis = axis
         self.element_type = "float32"
         # The largest extent of each dimension.
         self.shape: tuple[int, ...] = ()
+        # As it was given, and with the largest extents.
+        self._given_slice = slice_of
+        self.slice_of: Optional[Slice] = None
         self._kernels: Any = None
         self._block_size: tuple[int, ...] = ()
         self._scale_shape: tuple[int, ...] = ()
@@ -91,8 +153,12 @@ class State:
         self._non_finite: Any = None
         # Of bins by scale index and key: rows of count, sum of low bits, and
         # sum of their squares in 32 low bits and the rest.
-        self._keys: Any = None
-        self._table: Any = None
+        self._bins = _Sums()
+        # Of moments, by feature and the upper bits of an element: rows of
+        # count, sum of mantissas, and of their squares in 24 low bits and the
+        # rest. Elements of each feature, finite or not, and those that are not.
+        self._powers = _Sums()
+        self._feature_counts: Any = None
         self._gram: list[Any] = []
         self._rows = [0, 0]
         self._clipped = 0
@@ -105,7 +171,8 @@ class State:
     @property
     def size_bytes(self) -> int:
         """What it takes in memory."""
-        arrays = [*self._gram, *(self._table or ())]
+        arrays = [*self._gram, *(self._bins.table or ()),
+                  *(self._powers.table or ())]
         return 8 * (len(arrays) and sum(
             math.prod(array.shape) for array in arrays)) + 64
 
@@ -127,6 +194,8 @@ class State:
             self._count_non_finite(array, finite)
         self._add_extremes(array, None if is_whole else finite)
         floats = kernels.to_float32(array)
+        if self.moments:
+            self._add_moments(floats, shape, finite)
         exact = found == "bfloat16" and self._bits >= 7 or (
             found == "float16" and self._bits >= 10)
         for begin in range(0, math.prod(shape), _AT_ONCE):
@@ -144,28 +213,54 @@ class State:
         if self._kernels is None:
             self._open(kernels, shape, element_type)
             return
+        fixed = [bool(block) for block in self._block_size or (
+            0 for _ in self.shape)]
+        if self.slice_of is not None:
+            fixed = [is_fixed or extent != whole for is_fixed, extent, whole in
+                     zip(fixed, self.shape, self.slice_of.global_shape)]
+        if self.step_exponent is not None:
+            fixed[-1] = True
+        if self.moments:
+            fixed[self.axis] = True
         if self._kernels is not kernels or len(shape) != len(self.shape) or any(
-                block and extent != own for block, extent, own in zip(
-                    self._block_size, shape, self.shape)) or (
-                        self.step_exponent is not None and
-                        shape[-1] != self.shape[-1]):
+                is_fixed and extent != own for is_fixed, extent, own in zip(
+                    fixed, shape, self.shape)):
             raise errors.argument_invalid(
                 f"expected a tensor like those before, of {self.shape}, got "
                 f"one of {shape}: dimensions that are split, and the features, "
                 "have to be the same", "array")
+        if self.slice_of is not None:
+            self.slice_of = Slice(tuple(
+                whole if own != whole else max(whole, extent)
+                for own, whole, extent in zip(
+                    self.shape, self.slice_of.global_shape, shape)),
+                self.slice_of.offset)
         self.shape = tuple(map(max, self.shape, shape))
+
+    @property
+    def _global_shape(self) -> tuple[int, ...]:
+        return self.shape if self.slice_of is None else tuple(
+            self.slice_of.global_shape)
 
     def _open(self, kernels: Any, shape: tuple[int, ...], element_type: str
               ) -> None:
-        block_size = tuple(block_size_of(self.granularity, shape))
+        self.slice_of = self._checked_slice(shape)
+        if self.moments and not -len(shape) <= self.axis < len(shape):
+            raise errors.argument_invalid(
+                f"expected one of {len(shape)} dimensions, got {self.axis}",
+                "axis")
+        whole = shape if self.slice_of is None else tuple(
+            self.slice_of.global_shape)
+        block_size = tuple(block_size_of(self.granularity, whole))
         if self.step_exponent is not None and (
                 not shape or len(self.step_exponent) != shape[-1]):
             raise errors.argument_invalid(
                 f"expected one for each feature of {shape}, got "
                 f"{len(self.step_exponent)}", "step_exponent")
         self._block_size = block_size if any(block_size) else ()
-        self._scale_shape = tuple(counts(shape, self._block_size)
+        self._scale_shape = tuple(counts(whole, self._block_size)
                                   if self._block_size else (1,) * len(shape))
+        self._check_blocks(shape)
         scale_count = math.prod(self._scale_shape)
         self._bits = self.mantissa_bits or (
             7 if scale_count <= 1 else 5 if scale_count <= 256 else 3)
@@ -173,12 +268,44 @@ class State:
         self.shape = shape
         self.element_type = element_type
 
+    def _checked_slice(self, shape: tuple[int, ...]) -> Optional[Slice]:
+        given = self._given_slice
+        if given is None:
+            return None
+        whole = tuple(int(extent) for extent in given.global_shape)
+        offset = tuple(int(first) for first in given.offset)
+        if not len(whole) == len(offset) == len(shape) or any(
+                first < 0 or first + extent > full
+                for first, extent, full in zip(offset, shape, whole)):
+            raise errors.argument_invalid(
+                f"expected a part of {whole} at {offset}, got one of {shape}",
+                "slice_of")
+        if self.step_exponent is not None and shape[-1] != whole[-1]:
+            raise errors.argument_invalid(
+                "a Gram matrix needs all features of a row; gather them, or "
+                "keep moments", "slice_of")
+        return Slice(whole, offset)
+
+    def _check_blocks(self, shape: tuple[int, ...]) -> None:
+        """A part of a tensor cuts no block."""
+        if self.slice_of is None:
+            return
+        for extent, block, first, whole in zip(
+                shape, self._block_size, self.slice_of.offset,
+                self.slice_of.global_shape):
+            end = first + extent
+            if 0 < block < whole and (
+                    first % block or (end % block and end != whole)):
+                raise errors.argument_invalid(
+                    f"[{first}, {end}) of {whole} cuts a block of {block}",
+                    "slice_of")
+
     def _count_non_finite(self, array: Any, finite: Any) -> None:
         kernels = self._kernels
         for place, selected in enumerate(
                 (array != array, array == math.inf, array == -math.inf), 1):
             self._counts[place] += kernels.count(selected)
-        blocks = self._blocks(~finite, kernels.largest)
+        blocks = self._blocks(~finite, kernels.largest, False)
         self._non_finite = blocks if self._non_finite is None else (
             kernels.maximum(self._non_finite, blocks))
 
@@ -186,21 +313,25 @@ class State:
         kernels = self._kernels
         self._counts[4] += kernels.count(array == 0)
         low = self._blocks(kernels.or_else(array, finite, math.inf),
-                           kernels.smallest)
+                           kernels.smallest, math.inf)
         high = self._blocks(kernels.or_else(array, finite, -math.inf),
-                            kernels.largest)
+                            kernels.largest, -math.inf)
         if self._extremes is not None:
             low = kernels.minimum(low, self._extremes[0])
             high = kernels.maximum(high, self._extremes[1])
         self._extremes = low, high
 
-    def _blocks(self, array: Any, reduce: Any) -> Any:
-        """Of each block one number."""
+    def _blocks(self, array: Any, reduce: Any, none: Any) -> Any:
+        """Of each block one number; `none` of those of other parts."""
         if not self._block_size:
             return reduce(array.reshape(-1), 0, 0).reshape(1)
         for axis, block in enumerate(self._block_size):
             if block != 1:
                 array = reduce(array, axis, block)
+        if self.slice_of is not None:
+            array = self._kernels.embedded(array, self._scale_shape, [
+                first // block if block else 0 for first, block in zip(
+                    self.slice_of.offset, self._block_size)], none)
         return array.reshape(-1)
 
     def _add_bins(self, floats: Any, begin: int, shape: tuple[int, ...],
@@ -217,36 +348,52 @@ class State:
             keys, low = keys[finite], low[finite]
         values = [] if exact else [low, low * low]
         found, sums = kernels.sums(keys, values, scale_count << key_bits)
-        self._merge_bins(found, sums)
+        zeros = sums[0] * 0
+        low, squares = sums[1:] if len(sums) > 1 else (zeros, zeros)
+        self._bins.add(kernels, found, [sums[0], low, squares & _LOW,
+                                        squares >> 32])
+        # Neither half overflows.
+        table = self._bins.table
+        table[2], table[3] = table[2] & _LOW, table[3] + (table[2] >> 32)
 
     def _scale_index(self, offsets: Any, shape: tuple[int, ...]) -> Any:
         """Of elements by their offsets."""
         index = 0
         stride = math.prod(shape)
-        for extent, block, scales in zip(shape, self._block_size,
-                                         self._scale_shape):
+        firsts = self.slice_of.offset if self.slice_of else (0,) * len(shape)
+        for extent, block, scales, first in zip(
+                shape, self._block_size, self._scale_shape, firsts):
             stride //= extent
             index = index * scales
             if block:
-                index = index + offsets // stride % extent // block
+                index = index + (offsets // stride % extent + first) // block
         return index
 
-    def _merge_bins(self, keys: Any, sums: list[Any]) -> None:
-        """sums: counts, and where there are any, low bits and their squares,
-        below 2^63."""
+    def _add_moments(self, floats: Any, shape: tuple[int, ...], finite: Any
+                     ) -> None:
         kernels = self._kernels
-        zeros = sums[0] * 0
-        low, squares = sums[1:] if len(sums) > 1 else (zeros, zeros)
-        table = [sums[0], low, squares & _LOW, squares >> 32]
-        if self._keys is not None:
-            joined = kernels.join(self._keys, keys)
-            keys, table = kernels.sums_of_pairs(joined, [
-                kernels.join(own, more)
-                for own, more in zip(self._table, table)])
-        # Neither half overflows.
-        self._keys = keys
-        self._table = [table[0], table[1], table[2] & _LOW,
-                       table[3] + (table[2] >> 32)]
+        axis = self.axis % len(shape)
+        features, inner = shape[axis], math.prod(shape[axis + 1:])
+        by_feature = finite.reshape(-1, features, inner)
+        left_out = kernels.not_of_columns(by_feature)
+        count = left_out * 0 + math.prod(shape) // features
+        self._feature_counts = [count, left_out] if (
+            self._feature_counts is None) else [
+                own + more for own, more in zip(self._feature_counts,
+                                                (count, left_out))]
+        flat, is_finite = floats.reshape(-1), finite.reshape(-1)
+        for begin in range(0, math.prod(shape), _AT_ONCE):
+            some = flat[begin:begin + _AT_ONCE]
+            powers, mantissas = kernels.powers(some)
+            feature = kernels.arange(begin, begin + len(some), powers
+                                     ) // inner % features
+            keys = (feature << _POWER_BITS) + powers
+            kept = is_finite[begin:begin + _AT_ONCE]
+            keys, mantissas = keys[kept], mantissas[kept]
+            squares = mantissas * mantissas
+            self._powers.add(kernels, *kernels.sums(
+                keys, [mantissas, squares & _HALF_SQUARE, squares >> 24],
+                features << _POWER_BITS))
 
     def _add_rows(self, rows: Any, finite: Any) -> None:
         kernels = self._kernels
@@ -300,6 +447,8 @@ class State:
             statistics=self._statistics())
         if self.step_exponent is not None and self.count:
             message.gram.CopyFrom(self._gram_state())
+        if self.moments and self.count:
+            message.moments.CopyFrom(self._moments())
         serialized: bytes = message.SerializeToString()
         return serialized
 
@@ -307,7 +456,7 @@ class State:
         kernels = self._kernels
         message = statistics_pb2.StatisticsState(
             version=_VERSION, mantissa_bits=self._bits,
-            block_size=self._block_size, shape=self.shape)
+            block_size=self._block_size, shape=self._global_shape)
         scale_count = math.prod(self._scale_shape)
         low, high = np.full(scale_count, np.inf), np.full(scale_count, -np.inf)
         if self._extremes is not None:
@@ -333,12 +482,7 @@ class State:
     def _add_histograms(self, message: statistics_pb2.StatisticsState,
                         scale_count: int) -> None:
         key_bits = 9 + self._bits
-        if self._keys is None:
-            keys, table = np.empty(0, np.int64), np.empty((4, 0), np.int64)
-        else:
-            keys = self._kernels.to_numpy(self._keys)
-            table = np.stack([self._kernels.to_numpy(column)
-                              for column in self._table])
+        keys, table = self._bins.to_numpy(self._kernels)
         # The first bin of each scale index, and the end.
         edges = np.searchsorted(keys, np.arange(scale_count + 1) << key_bits)
         keys &= (1 << key_bits) - 1
@@ -354,6 +498,28 @@ class State:
             histogram.low_square_sum.extend(squares[begin:end].tolist())
             if high[begin:end].any():
                 histogram.low_square_sum_high.extend(high[begin:end].tolist())
+
+    def _moments(self) -> statistics_pb2.FeatureMoments:
+        axis = self.axis % len(self.shape)
+        features, whole = self.shape[axis], self._global_shape[axis]
+        first = 0 if self.slice_of is None else self.slice_of.offset[axis]
+        seen, left_out = (self._kernels.to_numpy(counted).tolist()
+                          for counted in self._feature_counts)
+        sums, square_sums = [0] * whole, [0] * whole
+        keys, table = self._powers.to_numpy(self._kernels)
+        for key, (_, total, low, high) in zip(keys.tolist(), table.T.tolist()):
+            feature = first + (key >> _POWER_BITS)
+            power = key & _EXPONENT_MASK
+            is_negative = key >> 8 & 1
+            sums[feature] += (-total if is_negative else total) << power
+            square_sums[feature] += (low + (high << 24)) << 2 * power
+        before, behind = [0] * first, [0] * (whole - first - features)
+        return statistics_pb2.FeatureMoments(
+            axis=axis,
+            count=before + [a - b for a, b in zip(seen, left_out)] + behind,
+            left_out=before + left_out + behind,
+            sum=_exact_sums(sums, -149), square_sum=_exact_sums(
+                square_sums, -298))
 
     def _gram_state(self) -> statistics_pb2.GramState:
         message = statistics_pb2.GramState(

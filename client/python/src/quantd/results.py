@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-from typing import (Any, Callable, Iterable, NoReturn, Optional, Type,
-                    TypeVar)
+from typing import (Any, Callable, Collection, Iterable, NoReturn, Optional,
+                    Type, TypeVar)
 
 import numpy as np
 
@@ -22,8 +22,12 @@ from quantd.v1 import (encoding_pb2, encoding_service_pb2,
 
 _T = TypeVar("_T")
 
+_ORIGINS = EnumNames(encoding_pb2.EncodingOrigin, "ENCODING_ORIGIN_",
+                     "an origin")
 _SOURCES = EnumNames(quantization_service_pb2.OutputNoiseSource,
                      "OUTPUT_NOISE_SOURCE_", "a source")
+METRICS = EnumNames(quantization_service_pb2.ErrorMetric, "ERROR_METRIC_",
+                    "a metric")
 
 
 def _read(cls: Type[_T], message: Any, **fields: Any) -> _T:
@@ -89,8 +93,37 @@ class Prediction(Tabular):
 
 
 @dataclasses.dataclass(frozen=True)
+class EncodingProvenance(Tabular):
+    """What made a stored encoding; see the EncodingProvenance of proto/.
+
+    origin: "elements", "statistics", "client", "import", or "unspecified" where
+        it is not known.
+    spec, prediction: where the service computed the encoding.
+    statistics_digest_xxh3: that of the statistics, 0 for others; see
+        StoredStatistics.state_digest_xxh3.
+    """
+
+    origin: str
+    spec: Optional[encoding_pb2.EncodingSpec]
+    statistics_digest_xxh3: int
+    prediction: Optional[Prediction]
+    interchange_format: str
+    quantd_version: str
+
+    @classmethod
+    def from_proto(cls, message: encoding_pb2.EncodingProvenance
+                   ) -> EncodingProvenance:
+        """As the server has it."""
+        return _read(
+            cls, message, origin=_ORIGINS.name(message.origin),
+            spec=_optional(message, "spec", _itself),
+            prediction=_optional(message, "prediction", Prediction.from_proto))
+
+
+@dataclasses.dataclass(frozen=True)
 class StoredEncoding(Tabular):
-    """An encoding as the service keeps it; `encoding` is None in lists."""
+    """An encoding as the service keeps it; `encoding` is None in lists.
+    provenance: what made it; None in lists, and where it is not known."""
 
     name: TensorName
     encoding: Optional[Encoding]
@@ -99,6 +132,7 @@ class StoredEncoding(Tabular):
     update_time: datetime.datetime
     format: str
     scale_count: int
+    provenance: Optional[EncodingProvenance] = None
 
     @classmethod
     def from_proto(cls, message: encoding_pb2.StoredEncoding
@@ -108,7 +142,9 @@ class StoredEncoding(Tabular):
             cls, message, name=TensorName.from_proto(message.name),
             encoding=_optional(message, "encoding", Encoding.from_proto),
             update_time=_time(message.update_time),
-            format=FORMATS.name(message.format or message.encoding.format))
+            format=FORMATS.name(message.format or message.encoding.format),
+            provenance=_optional(message, "provenance",
+                                 EncodingProvenance.from_proto))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +154,7 @@ class GramResult(Tabular):
     rows: int
     left_out_rows: int
     clipped_count: int
+    part_size: int
 
     @classmethod
     def from_proto(cls, message: quantization_service_pb2.GramResult
@@ -388,13 +425,14 @@ class ErrorHistogram(Tabular):
 
 @dataclasses.dataclass(frozen=True)
 class ErrorMetrics(Tabular):
-    """The error of quantizing and dequantizing."""
+    """The error of quantizing and dequantizing. What was not asked for is nan;
+    zero_flushed_count is None then."""
 
     count: int
     non_finite_count: int
     clipped_low_count: int
     clipped_high_count: int
-    zero_flushed_count: int
+    zero_flushed_count: Optional[int]
     sum_squared_error: float
     mean_squared_error: float
     mean_absolute_error: float
@@ -407,14 +445,22 @@ class ErrorMetrics(Tabular):
     error_histogram: Optional[ErrorHistogram]
 
     @classmethod
-    def from_proto(cls, message: quantization_service_pb2.ErrorMetrics
-                   ) -> ErrorMetrics:
-        """As the server has it."""
+    def from_proto(cls, message: quantization_service_pb2.ErrorMetrics,
+                   metrics: Collection[int] = ()) -> ErrorMetrics:
+        """As the server has it, with these metrics; with none of them, all."""
+        left_out = {name: None if name == "zero_flushed_count" else math.nan
+                    for name in METRICS
+                    if metrics and METRICS.value(name) not in metrics}
         return _read(
             cls, message,
             kl_divergence=_optional(message, "kl_divergence", float),
             error_histogram=_optional(message, "error_histogram",
-                                      ErrorHistogram.from_proto))
+                                      ErrorHistogram.from_proto), **left_out)
+
+    def _row(self) -> dict[str, Any]:
+        return {name: value for name, value in super()._row().items()
+                if not (name in METRICS and (
+                    value is None or math.isnan(value)))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -460,13 +506,14 @@ class CandidateMetrics(Tabular):
     output_noise: Optional[OutputNoise] = None
 
     @classmethod
-    def from_proto(cls, message: quantization_service_pb2.CandidateMetrics
-                   ) -> CandidateMetrics:
-        """As the server has it."""
+    def from_proto(cls, message: quantization_service_pb2.CandidateMetrics,
+                   metrics: Collection[int] = ()) -> CandidateMetrics:
+        """See ErrorMetrics.from_proto."""
         return _read(
-            cls, message, overall=ErrorMetrics.from_proto(message.overall),
-            per_scale_index=tuple(ErrorMetrics.from_proto(metrics)
-                                  for metrics in message.per_scale_index),
+            cls, message,
+            overall=ErrorMetrics.from_proto(message.overall, metrics),
+            per_scale_index=tuple(ErrorMetrics.from_proto(one, metrics)
+                                  for one in message.per_scale_index),
             encoding=_optional(message, "encoding", Encoding.from_proto),
             output_noise=_optional(message, "output_noise",
                                    OutputNoise.from_proto))
@@ -485,7 +532,8 @@ class Evaluation(ResultList[CandidateMetrics]):
     def from_proto(cls, message: quantization_service_pb2.EvaluateSummary
                    ) -> Evaluation:
         """As the server has it."""
-        return cls(map(CandidateMetrics.from_proto, message.candidates),
+        return cls((CandidateMetrics.from_proto(candidate, message.metrics)
+                    for candidate in message.candidates),
                    TensorStatistics.from_proto(message.statistics))
 
 
@@ -698,13 +746,15 @@ class StoredGram(Tabular):
 class StoredStatistics(Tabular):
     """Statistics over all contributions; state: the histograms when asked;
     gram: where a contribution has a Gram matrix; moments: those of features
-    when asked, where there are some."""
+    when asked, where there are some; state_digest_xxh3: tells the histograms
+    and counts from others, see EncodingProvenance."""
 
     statistics: TensorStatistics
     sources: tuple[StatisticsSource, ...]
     state: Optional[statistics_pb2.StatisticsState]
     gram: Optional[StoredGram] = None
     moments: Optional[FeatureMoments] = None
+    state_digest_xxh3: int = 0
 
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.GetStatisticsResponse
@@ -715,7 +765,8 @@ class StoredStatistics(Tabular):
                          for source in message.sources),
                    _optional(message, "state", _itself),
                    _optional(message, "gram", StoredGram.from_proto),
-                   _optional(message, "moments", FeatureMoments.from_proto))
+                   _optional(message, "moments", FeatureMoments.from_proto),
+                   message.state_digest_xxh3)
 
 
 @dataclasses.dataclass(frozen=True)

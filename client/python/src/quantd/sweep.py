@@ -7,14 +7,16 @@ import dataclasses
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Iterable, Optional, Sequence, Union
+from typing import Any, Iterable, Mapping, Optional, Sequence, Union
 
 from quantd import errors
 from quantd._files import FileTensor
+from quantd._model_rounding import ModelRounding, StoredInputs
 from quantd._plain import open_plain
 from quantd._progress import Progress, ProgressLike
 from quantd._specs import Filter, Template, template_of
 from quantd._tables import ResultList, Tabular, to_html
+from quantd._ties import Group, Ties, TiesLike, can_share
 from quantd.client import Client
 from quantd.encoding import EncodingSpec
 from quantd.files import Path
@@ -23,6 +25,9 @@ from quantd.results import (CandidateMetrics, ErrorMetrics, MixtureOption,
 from quantd.tensor import TensorName
 
 Spec = Union[str, EncodingSpec]
+# Those of quantctl sweep.
+_METRICS = ("sum_squared_error", "mean_squared_error", "max_absolute_error",
+            "sqnr_db")
 # One figure, or several.
 Targets = Union[float, Iterable[float]]
 
@@ -31,9 +36,13 @@ Targets = Union[float, Iterable[float]]
 class MeasuredCandidate(Tabular):
     """One spec on one tensor; with an error there is nothing else.
 
+    metrics: counts, sum_squared_error, mean_squared_error, max_absolute_error
+        and sqnr_db; the rest, which Client.evaluate has, is nan.
     size_bytes: of codes and scales.
     noise_to_signal: sum e^2 / sum x^2; infinity where finite elements came back
         as others.
+    output_noise: the same at the output of the layer; with `inputs`, where
+        those of the tensor are stored.
     """
 
     _INLINE = ("metrics",)
@@ -44,6 +53,7 @@ class MeasuredCandidate(Tabular):
     size_bytes: int = 0
     noise_to_signal: float = math.inf
     error: Optional[errors.QuantdError] = None
+    output_noise: Optional[float] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +79,9 @@ class ModelMixture(Tabular):
     budget: the argument of sweep_model() that it is for, and its value.
     specs: by tensor, as quantize_model() takes them. A tensor on which all
         specs failed has none.
+    min_sqnr_db, noise_to_signal_sum: with objective="output" of the outputs of
+        layers, and the sum is weighed: it is an estimate of the noise-to-signal
+        ratio at the end of the model.
     """
 
     budget: tuple[str, float]
@@ -111,7 +124,11 @@ def sweep_model(
         min_sqnr_db: Targets = (), max_size_bytes: Targets = (),
         max_bits_per_element: Targets = (), include: Iterable[str] = (),
         exclude: Iterable[str] = (), min_rank: int = 2, streams: int = 4,
-        progress: ProgressLike = False) -> ModelSweep:
+        ties: TiesLike = True, tie_specs: bool = False,
+        progress: ProgressLike = False,
+        inputs: Union[str, ModelRounding, None] = None,
+        weights: Optional[Mapping[str, float]] = None,
+        objective: str = "tensor") -> ModelSweep:
     """Measures 1 to 64 specs on the tensors of a file or of the folder of a
     model, in one pass over the data, and chooses a spec for each tensor;
     quantctl sweep FILE does the same:
@@ -128,7 +145,19 @@ def sweep_model(
         this many bytes, or bits for each element, of codes and scales.
     include, exclude: patterns of names; min_rank: see Client.quantize_many.
     streams: tensors on their way at once.
+    ties: tensors that share one outer scale; see quantize_model().
+    tie_specs: choose one spec for all tensors of a group of `ties`, as vLLM
+        needs.
     progress: see Client.quantize_many.
+    inputs: the model whose stored statistics have the Gram matrices of the
+        layers' inputs, or a ModelRounding that says which: output_noise as
+        well.
+    weights: by tensor, how much of the noise at its layer's output reaches the
+        end of the model; see quantd.torch.output_weights.
+    objective: what mixtures keep small. "tensor": the sum over tensors of their
+        noise. "output": the sum of the layers' output noise, weighed, which
+        needs `inputs` and `weights` of all tensors. Without weights that sum
+        chooses worse mixtures than the tensors' noise.
 
     A spec that fails on a tensor is an error of that candidate; the others are
     measured all the same.
@@ -142,6 +171,15 @@ def sweep_model(
         raise errors.argument_invalid(
             f"expected 1 to 64 specs and at least one stream, got {len(specs)} "
             f"and {streams}", "specs")
+    if objective not in ("tensor", "output"):
+        raise errors.argument_invalid(
+            f"expected 'tensor' or 'output', got {objective!r}", "objective")
+    if objective == "output" and (inputs is None or weights is None):
+        raise errors.argument_invalid(
+            "expected inputs and weights with objective 'output'",
+            "inputs" if inputs is None else "weights")
+    stored = None if inputs is None else StoredInputs(
+        ModelRounding(inputs) if isinstance(inputs, str) else inputs, client)
     budgets = [(name, value) for name, values in (
         ("min_sqnr_db", min_sqnr_db), ("max_size_bytes", max_size_bytes),
         ("max_bits_per_element", max_bits_per_element))
@@ -149,13 +187,25 @@ def sweep_model(
     files = open_plain(os.fspath(source))
     tensors = Filter(tuple(include), tuple(exclude), min_rank).select(
         tensor for file in files for tensor in file.tensors.values())
+    if objective == "output":
+        assert stored is not None and weights is not None
+        _check_weights(tensors, stored, weights)
+    groups = Ties(ties).of_tensors(tensors)
+    tied = [{tensor.name: group for group in groups
+             if can_share(group, template) for tensor in group.tensors}
+            for template in templates]
+    if not isinstance(ties, bool) and not tie_specs and not any(tied):
+        raise errors.argument_invalid(
+            "expected a spec with one outer scale, such as nvfp4, or "
+            "tie_specs=True", "ties")
     measured = []
     pool = ThreadPoolExecutor(streams)
     try:
         with Progress(progress, "sweep", sum(
                 tensor.size_bytes for tensor in tensors)) as shown:
             for tensor, candidates in zip(tensors, pool.map(
-                    lambda tensor: _measure(tensor, specs, templates, client),
+                    lambda tensor: _measure(tensor, specs, templates, tied,
+                                            client, stored),
                     tensors)):
                 measured.append(candidates)
                 shown.add(tensor.size_bytes)
@@ -167,8 +217,27 @@ def sweep_model(
                 sorted(candidates, key=_rank)))
             for tensor, candidates in zip(tensors, measured)),
         _totals(tensors, measured),
-        _mixtures(tensors, measured, specs, budgets, client),
+        _mixtures(tensors, measured, groups if tie_specs else [], specs,
+                  budgets, client, weights if objective == "output" else None),
         tuple(name for file in files for name in file.unread))
+
+
+def _check_weights(tensors: Sequence[FileTensor], stored: StoredInputs,
+                   weights: Mapping[str, float]) -> None:
+    for tensor in tensors:
+        for field, what, has_it in (
+                ("weights", "weight", tensor.name in weights),
+                ("inputs", "Gram matrix of its inputs",
+                 stored.of(tensor.name) is not None)):
+            if not has_it:
+                raise errors.argument_invalid(
+                    f"{tensor.name} has no {what}, which objective 'output' "
+                    "needs; exclude it, and give it a spec of its own", field)
+        if not (math.isfinite(weights[tensor.name]) and
+                weights[tensor.name] >= 0):
+            raise errors.argument_invalid(
+                f"expected a finite number of at least 0, got "
+                f"{weights[tensor.name]} for {tensor.name}", "weights")
 
 
 def _rank(candidate: MeasuredCandidate) -> tuple[bool, float, int]:
@@ -177,9 +246,11 @@ def _rank(candidate: MeasuredCandidate) -> tuple[bool, float, int]:
 
 
 def _measure(tensor: FileTensor, specs: Sequence[Spec],
-             templates: Sequence[Template], client: Client
+             templates: Sequence[Template], tied: Sequence[dict[str, Group]],
+             client: Client, stored: Optional[StoredInputs]
              ) -> list[MeasuredCandidate]:
-    """All specs on a tensor, in their order."""
+    """All specs on a tensor, in their order. tied: of each spec the groups that
+    share its outer scale, by the names of their tensors."""
     found: dict[int, MeasuredCandidate] = {}
     wanted: dict[int, EncodingSpec] = {}
 
@@ -193,15 +264,22 @@ def _measure(tensor: FileTensor, specs: Sequence[Spec],
         except errors.QuantdError as error:
             fail(index, error)
     array = tensor.array()
+    rounding = None if stored is None else stored.of(tensor.name)
 
     def evaluate(indexes: Sequence[int]) -> None:
         metrics = client.evaluate(
             array, [wanted[index] for index in indexes], encodings=False,
-            element_type=tensor.element_type)
+            element_type=tensor.element_type, metrics=_METRICS,
+            inputs=None if rounding is None else rounding.inputs,
+            outer_maxima=[
+                tied[index][tensor.name].maximum()
+                if tensor.name in tied[index] else None for index in indexes])
         for index, candidate in zip(indexes, metrics):
             found[index] = MeasuredCandidate(
                 index, specs[index], candidate.overall, candidate.size_bytes,
-                _noise_to_signal(candidate, metrics.statistics))
+                _noise_to_signal(candidate, metrics.statistics),
+                output_noise=None if candidate.output_noise is None else
+                candidate.output_noise.noise_to_signal)
 
     # One that fails fails all: then each by itself.
     rounds: list[list[int]] = [list(wanted)] if wanted else []
@@ -257,31 +335,71 @@ def _sqnr_db(candidate: MeasuredCandidate) -> float:
 
 def _mixtures(tensors: Sequence[FileTensor],
               measured: Sequence[Sequence[MeasuredCandidate]],
-              specs: Sequence[Spec], budgets: Sequence[tuple[str, float]],
-              client: Client) -> tuple[ModelMixture, ...]:
-    """One for each budget, over the tensors on which a spec succeeded."""
-    options = {tensor.name: [
-        MixtureOption(candidate.spec_index, candidate.size_bytes,
-                      candidate.noise_to_signal)
-        for candidate in candidates if candidate.error is None]
-        for tensor, candidates in zip(tensors, measured)}
-    options = {name: own for name, own in options.items() if own}
-    if not budgets:
-        return ()
-    if not options:
-        return tuple(ModelMixture(budget, {}, 0, 0.0, 0.0, False)
-                     for budget in budgets)
-    element_count = sum(math.prod(tensor.shape) for tensor in tensors
-                        if tensor.name in options)
-    found = client.choose_mixture(
-        options,
-        min_sqnr_db=[value for name, value in budgets if name == "min_sqnr_db"],
-        max_size_bytes=[int(value if name == "max_size_bytes"
+              groups: Sequence[Group], specs: Sequence[Spec],
+              budgets: Sequence[tuple[str, float]], client: Client,
+              weights: Optional[Mapping[str, float]]
+              ) -> tuple[ModelMixture, ...]:
+    """One for each budget, over the tensors on which a spec succeeded. The
+    tensors of a group get one spec. weights: None for the noise of tensors."""
+    by_name = {tensor.name: candidates
+               for tensor, candidates in zip(tensors, measured)}
+    sizes = {tensor.name: math.prod(tensor.shape) for tensor in tensors}
+    unit_of = {tensor.name: [other.name for other in group.tensors]
+               for group in groups for tensor in group.tensors}
+    units = {unit[0]: unit for unit in (
+        unit_of.get(name, [name]) for name in by_name)}
+
+    def noise(name: str, index: int) -> float:
+        candidate = by_name[name][index]
+        if weights is None or math.isinf(candidate.noise_to_signal):
+            return candidate.noise_to_signal
+        assert candidate.output_noise is not None
+        return candidate.output_noise
+
+    def total(names: Iterable[str], choices: Mapping[str, int]) -> float:
+        return math.fsum(noise(name, choices[name]) *
+                         (1 if weights is None else weights[name])
+                         for name in names)
+
+    def options_of(unit: Sequence[str], is_least: bool) -> list[MixtureOption]:
+        return [MixtureOption(
+            index, sum(by_name[name][index].size_bytes for name in unit),
+            max(noise(name, index) for name in unit) if is_least
+            else total(unit, dict.fromkeys(unit, index)))
+            for index in range(len(specs))
+            if all(by_name[name][index].error is None for name in unit)]
+
+    found: dict[tuple[str, float], ModelMixture] = {}
+    # Each tensor has to reach the SQNR by itself: the worst of a unit counts,
+    # and no weights.
+    for is_least in (True, False):
+        alike = [budget for budget in budgets
+                 if (budget[0] == "min_sqnr_db") == is_least]
+        options = {first: options_of(unit, is_least)
+                   for first, unit in units.items()}
+        options = {first: own for first, own in options.items() if own}
+        if not alike or not options:
+            found.update({budget: ModelMixture(budget, {}, 0, 0.0, 0.0, False)
+                          for budget in alike})
+            continue
+        element_count = sum(sizes[name] for first in options
+                            for name in units[first])
+        chosen = client.choose_mixture(
+            options, min_sqnr_db=[value for _, value in alike]) if (
+                is_least) else client.choose_mixture(
+                    options, max_size_bytes=[
+                        int(value if name == "max_size_bytes"
                             else value * element_count / 8)
-                        for name, value in budgets if name != "min_sqnr_db"])
-    return tuple(
-        ModelMixture(budget, {name: specs[index] for name, index in
-                              mixture.choices.items()},
-                     mixture.size_bytes, mixture.min_sqnr_db,
-                     mixture.noise_to_signal_sum, mixture.target_met)
-        for budget, mixture in zip(budgets, found))
+                        for name, value in alike])
+        for budget, mixture in zip(alike, chosen):
+            choices = {name: index for first, index in mixture.choices.items()
+                       for name in units[first]}
+            figures = mixture.min_sqnr_db, mixture.noise_to_signal_sum
+            if weights is not None or len(choices) > len(mixture.choices):
+                largest = max(noise(*choice) for choice in choices.items())
+                figures = (math.inf if largest == 0 else
+                           -10 * math.log10(largest), total(choices, choices))
+            found[budget] = ModelMixture(
+                budget, {name: specs[index] for name, index in choices.items()},
+                mixture.size_bytes, *figures, mixture.target_met)
+    return tuple(found[budget] for budget in budgets)

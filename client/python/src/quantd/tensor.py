@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Iterator, Optional, Union
+from typing import Any, Iterator, Optional, Sequence, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,6 +167,19 @@ class TensorName:
     def from_proto(cls, message: tensor_pb2.TensorName) -> TensorName:
         """As the server has it."""
         return cls(message.model, message.tensor, message.revision)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """Where an array lies in a tensor that several processes have parts of, as
+    with tensor parallelism.
+
+    global_shape: of the whole tensor.
+    offset: of the array's first element, in each dimension.
+    """
+
+    global_shape: Sequence[int]
+    offset: Sequence[int]
 
 
 # A string is the name of a tensor without a model.

@@ -27,7 +27,8 @@ import torch
 import torch.utils.checkpoint
 from torch.nn.utils import parametrize
 
-from quantd import _apart, _arrays, _globs, _torch_gram, errors
+from quantd import (_apart, _arrays, _globs, _sharding, _torch_gram,
+                    _torch_weights, errors)
 from quantd._requests import CalibrateJob, Contribution, FeatureStatistics
 from quantd._torch_fake import FakeQuantize
 from quantd._torch_load import LoadedNames, load_into
@@ -45,7 +46,7 @@ __all__ = ["Calibration", "FakeQuantize", "LoadedNames", "QuantizedConv1d",
            "QuantizedConv2d", "QuantizedConv3d", "QuantizedEmbedding",
            "QuantizedLinear", "QuantizedWeight", "ReplacedWeight",
            "ReplacedWeights", "calibrate", "codes", "dequantize", "from_numpy",
-           "load_into", "quantize_"]
+           "load_into", "output_weights", "quantize_"]
 
 _KINDS = ("input", "output")
 _FEATURES = (None, "gram")
@@ -97,6 +98,32 @@ def dequantize(quantized: QuantizedTensor) -> torch.Tensor:
         found, quantized.element_type)
 
 
+def output_weights(model: torch.nn.Module, batch: Any, *,
+                   modules: Union[Iterable[str], Callable[[str, Any], bool],
+                                  None] = None,
+                   outputs: Optional[Callable[[torch.nn.Module, Any], Any]]
+                   = None) -> dict[str, float]:
+    """How much of the noise at the output of each layer reaches the end of the
+    model, by name of the layer's weight: the noise-to-signal ratio there for
+    one of 1 at the layer. What the mixtures of sweep_model need, to be chosen
+    by what the model loses.
+
+    It is measured: the model runs once for each layer, with a little noise in
+    the weight of that layer alone. A few inputs will do. Nothing of the model
+    changes.
+
+    batch: a tensor, a tuple of arguments or a mapping of keywords.
+    modules: see calibrate; those without a weight of their own are left out, as
+        are those that the batch does not reach.
+    outputs: of the model and the batch the tensor that counts; default what the
+        model returns, of several tensors the first, or `logits`.
+
+    Raises: ARGUMENT_INVALID.
+    """
+    return _torch_weights.output_weights(model, batch, _chosen(model, modules),
+                                         outputs)
+
+
 def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
               source: str, revision: str = "",
               modules: Union[Iterable[str], Callable[[str, Any], bool], None]
@@ -143,6 +170,12 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
         most for a tenth of its time.
     max_pending_bytes: of copies that wait to be sent; beyond it the model
         waits.
+
+    A DTensor of torch 2 is sent as the part that this process has: the
+    statistics are those of the whole tensor. Of processes that have the same
+    part only the first sends it. `where` has to be "server" then, and a Gram
+    matrix needs all features in each part.
+
     features: "gram" also adds up the Gram matrices of inputs, with which
         weights are rounded for the output of their layer; see Rounding. Layers
         are Linear and Conv2d without groups; `left_out` has the others, of
@@ -446,6 +479,8 @@ class Calibration:
         return counted == name
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
+        if not _sharding.is_counted_here(tensor):
+            return
         if self._is_forked():
             _warn_of(name, errors.process_forked())
             return

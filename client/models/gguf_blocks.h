@@ -1,18 +1,25 @@
 // Blocks of GGUF that quantctl makes itself: K-quants. No encoding of quantd
 // has their integer scales and minima.
 
-#ifndef QUANTD_CLIENT_CLI_GGUF_BLOCKS_H_
-#define QUANTD_CLIENT_CLI_GGUF_BLOCKS_H_
+#ifndef QUANTD_CLIENT_MODELS_GGUF_BLOCKS_H_
+#define QUANTD_CLIENT_MODELS_GGUF_BLOCKS_H_
 
 #include <cstdint>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "client/files/gguf_types.h"
 #include "client/files/safetensors.h"
+#include "client/models/spec_syntax.h"
 #include "quantd/v1/quantization_service.pb.h"
 
-namespace quantd::cli {
+namespace quantd {
+
+// The type whose blocks a tensor becomes: SpecTemplate::gguf_type, if its rows
+// are whole blocks. Otherwise null: then SpecOf says what it becomes.
+const files::GgufType* BlockTypeFor(const SpecTemplate& spec,
+                                    absl::Span<const int64_t> shape);
 
 // Makes the blocks of a tensor, on all cores. The same bytes, and the same
 // metrics, on any number of them. `metrics` gets the errors of what the blocks
@@ -24,6 +31,6 @@ absl::StatusOr<std::vector<uint8_t>> MakeGgufBlocks(
     const files::FileTensor& tensor, const files::GgufType& type,
     v1::ErrorMetrics* metrics);
 
-}  // namespace quantd::cli
+}  // namespace quantd
 
-#endif  // QUANTD_CLIENT_CLI_GGUF_BLOCKS_H_
+#endif  // QUANTD_CLIENT_MODELS_GGUF_BLOCKS_H_

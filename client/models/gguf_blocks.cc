@@ -1,4 +1,4 @@
-#include "client/cli/gguf_blocks.h"
+#include "client/models/gguf_blocks.h"
 
 #include <algorithm>
 #include <atomic>
@@ -22,9 +22,10 @@
 #include "client/files/gguf_encoders.h"
 #include "client/files/gguf_types.h"
 #include "client/files/safetensors.h"
+#include "client/models/spec_syntax.h"
 #include "quantd/v1/quantization_service.pb.h"
 
-namespace quantd::cli {
+namespace quantd {
 namespace {
 
 // Blocks that a thread takes at a time.
@@ -176,6 +177,14 @@ class BlockMaker {
 
 }  // namespace
 
+const files::GgufType* BlockTypeFor(const SpecTemplate& spec,
+                                    absl::Span<const int64_t> shape) {
+  if (spec.gguf_type.empty()) return nullptr;
+  const files::GgufType* const type = files::FindGgufType(spec.gguf_type);
+  const int64_t row = shape.empty() ? 1 : shape.back();
+  return row % type->block_elements == 0 ? type : nullptr;
+}
+
 absl::StatusOr<std::vector<uint8_t>> MakeGgufBlocks(
     const files::FileTensor& tensor, const files::GgufType& type,
     v1::ErrorMetrics* metrics) {
@@ -185,4 +194,4 @@ absl::StatusOr<std::vector<uint8_t>> MakeGgufBlocks(
   return maker.Finish(metrics);
 }
 
-}  // namespace quantd::cli
+}  // namespace quantd

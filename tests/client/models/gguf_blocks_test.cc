@@ -1,4 +1,4 @@
-#include "client/cli/gguf_blocks.h"
+#include "client/models/gguf_blocks.h"
 
 #include <algorithm>
 #include <cmath>
@@ -15,10 +15,11 @@
 #include "client/files/gguf_encoders.h"
 #include "client/files/gguf_types.h"
 #include "client/files/safetensors.h"
+#include "client/models/spec_syntax.h"
 #include "gtest/gtest.h"
 #include "quantd/v1/quantization_service.pb.h"
 
-namespace quantd::cli {
+namespace quantd {
 namespace {
 
 constexpr int64_t kRows = 100;
@@ -86,6 +87,20 @@ TEST(GgufBlocksTest, AreThoseOfTheEncoderOneByOne) {
   EXPECT_EQ(metrics.max_absolute_error(), largest);
 }
 
+TEST(GgufBlocksTest, AreForRowsOfWholeBlocks) {
+  const absl::StatusOr<SpecTemplate> spec = ParseSpecOrGgufType("q6_K");
+  ASSERT_TRUE(spec.ok()) << spec.status();
+  for (const std::vector<int64_t>& shape :
+       {std::vector<int64_t>{3, 512}, {256}, {2, 0}}) {
+    EXPECT_EQ(BlockTypeFor(*spec, shape), files::FindGgufType("q6_K"));
+  }
+  for (const std::vector<int64_t>& shape :
+       {std::vector<int64_t>{256, 96}, {100}, {}}) {
+    EXPECT_EQ(BlockTypeFor(*spec, shape), nullptr);
+  }
+  EXPECT_EQ(BlockTypeFor(*ParseSpecOrGgufType("int8"), {3, 512}), nullptr);
+}
+
 TEST(GgufBlocksTest, AreTheSameFromAllTypesOfElements) {
   const std::vector<float> numbers = Numbers<float>();
   const std::vector<double> doubles = Numbers<double>();
@@ -129,4 +144,4 @@ TEST(GgufBlocksTest, HaveNoPlaceForWhatIsNotFinite) {
 }
 
 }  // namespace
-}  // namespace quantd::cli
+}  // namespace quantd

@@ -1,0 +1,30 @@
+// Stored moments of inputs as an importance matrix of llama.cpp.
+
+#ifndef QUANTD_CLIENT_CLI_IMATRIX_EXPORT_H_
+#define QUANTD_CLIENT_CLI_IMATRIX_EXPORT_H_
+
+#include <string>
+#include <vector>
+
+#include "client/cli/output.h"
+#include "client/cli/session.h"
+#include "client/cli/tensor_options.h"
+
+namespace quantd::cli {
+
+// What --format calls it.
+constexpr char kImatrix[] = "imatrix";
+
+// Writes imatrix.gguf: an entry for each weight whose inputs have moments along
+// their last dimension, under llama.cpp's name if there is one. Says which
+// inputs are left out.
+// `include`     patterns of stored tensors; empty for all.
+// `inputs_map`  file of --inputs-map, or empty.
+void ExportImatrix(const NameOptions& name,
+                   const std::vector<std::string>& include,
+                   const std::string& inputs_map, const OutputOptions& output,
+                   Session* session);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_IMATRIX_EXPORT_H_

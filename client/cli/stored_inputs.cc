@@ -1,0 +1,123 @@
+#include "client/cli/stored_inputs.h"
+
+#include <cstddef>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+#include "client/cli/session.h"
+#include "client/cpp/errors.h"
+#include "client/cpp/text_file.h"
+#include "client/files/errors.h"
+#include "client/models/tie_groups.h"
+#include "nlohmann/json.hpp"
+#include "quantd/v1/encoding_service.pb.h"
+
+namespace quantd::cli {
+namespace {
+
+constexpr absl::string_view kWeight = ".weight";
+
+}  // namespace
+
+Option* InputsOptions::AddOptions(Command* command, const char* help) {
+  Option* const inputs =
+      command->AddOption("--inputs", &text, "MODEL[@REVISION]", help);
+  command->AddOption("--inputs-map", &map, "FILE",
+                     "JSON object that says of weights under which name their "
+                     "inputs are");
+  return inputs;
+}
+
+void InputsOptions::Resolve() {
+  const size_t at = text.rfind('@');
+  model = text.substr(0, at);
+  revision = at == std::string::npos ? "main" : text.substr(at + 1);
+}
+
+absl::StatusOr<std::map<std::string, std::string>> ReadInputsMap(
+    const std::string& path) {
+  std::map<std::string, std::string> map;
+  if (path.empty()) return map;
+  const absl::StatusOr<std::string> text = internal::ReadDocument(path);
+  if (!text.ok()) return text.status();
+  const Json json = Json::parse(*text, nullptr, /*allow_exceptions=*/false);
+  bool is_sound = json.is_object();
+  for (const auto& [weight, inputs] : json.items()) {
+    is_sound = is_sound && inputs.is_string();
+    if (is_sound) map[weight] = inputs.get<std::string>();
+  }
+  if (!is_sound) {
+    return files::FileMalformedError(
+        path, "expected a JSON object of weights and names of inputs");
+  }
+  return map;
+}
+
+absl::StatusOr<StoredInputs> StoredInputs::Read(const InputsOptions& options,
+                                                Client* client) {
+  StoredInputs stored;
+  absl::StatusOr<std::map<std::string, std::string>> map =
+      ReadInputsMap(options.map);
+  if (!map.ok()) return map.status();
+  stored.map_ = *std::move(map);
+  const absl::StatusOr<std::vector<v1::StatisticsEntry>> entries =
+      client->ListStatistics(options.model, options.revision);
+  if (!entries.ok()) return entries.status();
+  for (const v1::StatisticsEntry& entry : *entries) {
+    if (entry.gram_size_bytes() == 0) continue;
+    stored.states_[entry.tensor()] = absl::StrCat(
+        entry.source_count(), " ", entry.size_bytes(), " ",
+        entry.update_time().seconds(), " ", entry.update_time().nanos());
+  }
+  for (const std::string& text : DefaultTies()) {
+    stored.patterns_.push_back(*TiePattern::Parse(text));
+  }
+  for (const auto& [inputs, state] : stored.states_) {
+    absl::string_view module = inputs;
+    if (!absl::ConsumeSuffix(&module, ".input")) continue;
+    const std::string label = stored.LabelOf(absl::StrCat(module, kWeight));
+    if (!label.empty()) stored.fused_[label].push_back(inputs);
+  }
+  return stored;
+}
+
+std::string StoredInputs::Of(const std::string& tensor) const {
+  const auto mapped = map_.find(tensor);
+  if (mapped != map_.end()) return Has(mapped->second) ? mapped->second : "";
+  absl::string_view module = tensor;
+  if (!absl::ConsumeSuffix(&module, kWeight)) {
+    // Of a module without a name.
+    return tensor == "weight" && Has("input") ? "input" : "";
+  }
+  std::string own = absl::StrCat(module, ".input");
+  if (Has(own)) return own;
+  const auto fused = fused_.find(LabelOf(tensor));
+  return fused != fused_.end() && fused->second.size() == 1 ? fused->second[0]
+                                                            : "";
+}
+
+std::string StoredInputs::LabelOf(const std::string& tensor) const {
+  for (const TiePattern& pattern : patterns_) {
+    std::optional<std::string> label = pattern.LabelOf(tensor);
+    if (label.has_value()) return *std::move(label);
+  }
+  return "";
+}
+
+absl::Status NoInputsError(const InputsOptions& options) {
+  return ArgumentInvalidError(
+      absl::StrCat("expected Gram matrices of inputs in model \"",
+                   options.model, "\", revision ", options.revision,
+                   ", got none for the tensors; quantctl calibrate --gram and "
+                   "quantd.torch.calibrate with features=\"gram\" store them"));
+}
+
+}  // namespace quantd::cli

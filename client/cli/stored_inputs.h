@@ -1,0 +1,80 @@
+// Where the stored inputs of a model's weights are.
+
+#ifndef QUANTD_CLIENT_CLI_STORED_INPUTS_H_
+#define QUANTD_CLIENT_CLI_STORED_INPUTS_H_
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/cli/command_line.h"
+#include "client/cpp/client.h"
+#include "client/models/tie_groups.h"
+
+namespace quantd::cli {
+
+// --inputs and --inputs-map.
+struct InputsOptions {
+  // "MODEL[@REVISION]".
+  std::string text;
+  // A JSON object of weights and the names of their inputs.
+  std::string map;
+  // After Resolve.
+  std::string model;
+  std::string revision;
+
+  // `help`  of --inputs. Returns --inputs.
+  Option* AddOptions(Command* command, const char* help);
+  // Sets where the inputs are.
+  // Requires: `text` is not empty.
+  void Resolve();
+
+  bool IsGiven() const { return !text.empty() || !map.empty(); }
+};
+
+// The map of that file: inputs by weight; empty for an empty path.
+// Errors: FILE_UNREADABLE, FILE_MALFORMED.
+absl::StatusOr<std::map<std::string, std::string>> ReadInputsMap(
+    const std::string& path);
+
+// The names under which a revision has Gram matrices of inputs. Immutable.
+class StoredInputs {
+ public:
+  // Errors: FILE_UNREADABLE, FILE_MALFORMED of the map; of the client.
+  static absl::StatusOr<StoredInputs> Read(const InputsOptions& options,
+                                           Client* client);
+
+  // The name of the inputs of a weight; empty where there are none. Those of
+  // MODULE.weight are MODULE.input, or what the map says. Inputs that a layer
+  // shares with those that it is fused with lie under the name of one of them.
+  std::string Of(const std::string& tensor) const;
+
+  // Tells the statistics from those of another time.
+  const std::string& StateOf(const std::string& inputs) const {
+    return states_.at(inputs);
+  }
+
+ private:
+  StoredInputs() = default;
+
+  bool Has(const std::string& inputs) const {
+    return states_.find(inputs) != states_.end();
+  }
+  std::string LabelOf(const std::string& tensor) const;
+
+  std::map<std::string, std::string> map_;
+  std::map<std::string, std::string> states_;
+  std::vector<TiePattern> patterns_;
+  // Names of inputs by label.
+  std::map<std::string, std::vector<std::string>> fused_;
+};
+
+// That no tensor has inputs there.
+absl::Status NoInputsError(const InputsOptions& options);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_STORED_INPUTS_H_
