@@ -64,6 +64,9 @@ absl::Status QuantizeServer::Quantize(const TensorSink& sink,
                                       Progress* progress) {
   internal::QuantizeEngine::Work work;
   work.count = tasks->size();
+  // Of a run that fails no encoding may come after its draft is deleted.
+  work.takes_all_under_way =
+      options_.store && options_.output.IsStandardOutput();
   work.size_bytes = [tasks](size_t i) {
     return (*tasks)[i].tensor->data.size();
   };

@@ -110,7 +110,7 @@ void TensorEngine<Job, Result>::Drive(const Work& work, Lane* lane) {
     absl::MutexLock lock(&mutex_);
     under_way_bytes_ -= SizeOf(work, index);
     status_.Update(status);
-    if (status_.ok()) continue;
+    if (status_.ok() || work.takes_all_under_way) continue;
     // Nothing of the work may be used any more.
     lane->stream.reset();
     lane->evaluate.reset();

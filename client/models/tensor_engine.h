@@ -35,6 +35,9 @@ struct EngineWork {
       take;
   // Of the tensors under way over all streams; one that is larger goes alone.
   uint64_t most_bytes = std::numeric_limits<uint64_t>::max();
+  // After an error, takes also the results of what is under way instead of
+  // cancelling it: what the server is told to undo then, it does not do later.
+  bool takes_all_under_way = false;
 };
 
 // Every stream has a thread. The order of the results is not that of the
