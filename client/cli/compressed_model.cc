@@ -89,7 +89,19 @@ absl::StatusOr<uint64_t> CompressedModel::Write(
       const int64_t row_words = layout->parts[0].shape[1];
       std::vector<uint32_t> words(static_cast<size_t>(shape[0] * row_words));
       int64_t index = 0;
-      for (int64_t row = 0; row < shape[0] && elements > 0; ++row) {
+      if (format.storage_bits == format.bits &&
+          shape[1] * format.bits == row_words * 32) {
+        // The same bytes, of codes from 0 on.
+        uint8_t flip = 0;
+        for (int bit = format.bits; format.is_signed && bit <= 8;
+             bit += format.bits) {
+          flip |= static_cast<uint8_t>(1U << (bit - 1));
+        }
+        auto* out = reinterpret_cast<uint8_t*>(words.data());
+        for (const uint8_t byte : codes) *out++ = byte ^ flip;
+        index = elements;
+      }
+      for (int64_t row = 0; index < elements; ++row) {
         BitStream stream(format.bits, words.data() + row * row_words, 1);
         for (int64_t column = 0; column < shape[1]; ++column) {
           stream.Put(CodeFromZero(format, codes, index++));

@@ -38,7 +38,7 @@ class HardeningTest(unittest.TestCase):
 
     def test_overflows_end_the_process(self):
         for path in options.binary:
-            for guard in ("__stack_chk_fail", "__vsnprintf_chk",
+            for guard in ("__stack_chk_fail", "printf_chk",
                           "__glibcxx_assert_fail"):
                 self.assertTrue(lines("--dyn-syms", path, guard),
                                 f"{path} has no {guard}")

@@ -815,7 +815,7 @@ TEST_F(SharedMemoryTest, RegionsKeepTheirSizeAndTheirSeals) {
 
 TEST_F(SharedMemoryTest, SurvivesDataThatChangeMeanwhile) {
   ControlConnection control(address());
-  const int64_t count = kSanitized ? 300001 : 700001;
+  const int64_t count = 300001;
   const int64_t size = 4 * count;
   const auto in = control.Allocate(size);
   const auto out = control.Allocate(size);

@@ -14,7 +14,7 @@ DATA = networks.DATA
 SPECS = ["int8:per-channel", "int4:per-channel", "int4:group:32:half-step",
          "int3:per-channel:mse", "nf4:group:32", "nvfp4"]
 # Sequences for both parts; there are 192.
-CALIBRATION = int(os.environ.get("QUANTD_NOISE_CALIBRATION", "24"))
+CALIBRATION = int(os.environ.get("QUANTD_NOISE_CALIBRATION", "12"))
 
 
 @pytest.fixture(scope="module")

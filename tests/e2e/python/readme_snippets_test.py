@@ -2,7 +2,9 @@
 
   readme_snippets_test.py --quantd BINARY --quantctl BINARY [--cxx BUILD_DIR]
 
-With --cxx also builds and runs the C++ example, in BUILD_DIR.
+With --cxx also builds and runs the C++ example, with the library of BUILD_DIR
+installed and found by find_package(); where QUANTD_README_SUBDIRECTORY is set
+also as a subdirectory, which compiles the library once more.
 """
 
 import argparse
@@ -197,23 +199,41 @@ class ReadmeSnippetsTest(unittest.TestCase):
         self.assertNotIn("failed", mixed)
 
     @unittest.skipUnless(options.cxx, "without --cxx")
+    def test_TheCxxSnippetWorksWithTheInstalledLibrary(self):
+        cmake, subdirectories = re.subn(
+            "^add_subdirectory.*$", "find_package(quantd REQUIRED)",
+            snippet("cmake", "quantd::client"), flags=re.M)
+        self.assertEqual(subdirectories, 1)
+        with tempfile.TemporaryDirectory() as folder:
+            prefix = os.path.join(folder, "prefix")
+            run("cmake", "--install", options.cxx, "--prefix", prefix)
+            self.build_and_run_app(folder, cmake,
+                                   f"-DCMAKE_PREFIX_PATH={prefix}")
+
+    @unittest.skipUnless(
+        options.cxx and os.environ.get("QUANTD_README_SUBDIRECTORY"),
+        "without --cxx and QUANTD_README_SUBDIRECTORY")
     def test_TheCxxSnippetWorksAsPasted(self):
         cmake = snippet("cmake", "quantd::client")
         self.assertIn("path/to/quantd", cmake)
-        os.makedirs(options.cxx, exist_ok=True)
+        folder = os.path.join(options.cxx, "readme")
+        os.makedirs(folder, exist_ok=True)
+        self.build_and_run_app(
+            folder, cmake.replace("path/to/quantd", live_server.ROOT),
+            "-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
+
+    def build_and_run_app(self, folder, cmake, argument):
         for name, text in (
-                ("CMakeLists.txt",
-                 cmake.replace("path/to/quantd", live_server.ROOT)),
+                ("CMakeLists.txt", cmake),
                 ("app.cc", self.at_server(snippet("cpp", "quantd::Client")))):
-            with open(os.path.join(options.cxx, name), "w",
+            with open(os.path.join(folder, name), "w",
                       encoding="utf-8") as file:
                 file.write(text)
         # Without optimization, which would take most of the time.
         run("cmake", "-S", ".", "-B", "build", "-G", "Ninja",
-            "-DCMAKE_BUILD_TYPE=Debug",
-            "-DCMAKE_CXX_COMPILER_LAUNCHER=ccache", cwd=options.cxx)
-        run("cmake", "--build", "build", "--target", "app", cwd=options.cxx)
-        output = run("build/app", cwd=options.cxx)
+            "-DCMAKE_BUILD_TYPE=Debug", argument, cwd=folder)
+        run("cmake", "--build", "build", "--target", "app", cwd=folder)
+        output = run("build/app", cwd=folder)
         self.assertRegex(output, r"\d+ bytes of codes")
 
 

@@ -5,7 +5,7 @@ file descriptors stay what they are, and nothing is left when they are gone.
 
 Clients are processes. Some work, with every call there is, some cancel what
 they began, send garbage, do not read, or work in shared memory; most are killed
-(SIGKILL) at a random moment, and others take their places. Lasts 6 seconds by
+(SIGKILL) at a random moment, and others take their places. Lasts 4 seconds by
 default, or longer until each place has done something; --seconds 1200 is the
 full run. Prints a line through the second half of each figure.
 """
@@ -433,7 +433,7 @@ def run(options, server, folder):
 def main():
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--quantd", required=True)
-    arguments.add_argument("--seconds", type=float, default=6)
+    arguments.add_argument("--seconds", type=float, default=4)
     arguments.add_argument("--seed", type=int, default=1)
     arguments.add_argument("--nice", type=int, default=0)
     options = arguments.parse_args()

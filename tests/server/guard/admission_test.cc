@@ -257,7 +257,7 @@ TEST(AdmissionTest, ServesAsManyAsWithoutOverloadAboutAsFast) {
     for (const int milliseconds : sizes) {
       const absl::Duration work = absl::Milliseconds(milliseconds);
       const absl::Duration time =
-          std::max(absl::Seconds(2), 400 * work / threads);
+          std::max(absl::Seconds(2), 200 * work / threads);
       std::vector<Simulation::Outcome> outcomes =
           Simulation(threads, {work}).Run(time);
       std::vector<absl::Duration>& latencies = outcomes[0].latencies;
@@ -286,7 +286,7 @@ TEST(AdmissionTest, ServesSomeOfEverySize) {
       for (const int milliseconds : mix) {
         works.push_back(absl::Milliseconds(milliseconds));
       }
-      const absl::Duration time = 100 * works.back() / threads;
+      const absl::Duration time = 50 * works.back() / threads;
       for (const Simulation::Outcome& outcome :
            Simulation(threads, works).Run(time)) {
         EXPECT_GE(static_cast<double>(outcome.latencies.size()) * outcome.work,

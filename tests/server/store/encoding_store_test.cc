@@ -301,7 +301,7 @@ TEST_P(EncodingStoreTest, AnswersPing) {
 
 TEST_P(EncodingStoreTest, LosesNoIncrementOfConcurrentCompareAndSet) {
   constexpr int kThreads = 4;
-  constexpr int kIncrements = testing::kSanitized ? 100 : 500;
+  constexpr int kIncrements = testing::kSanitized ? 100 : 250;
   ASSERT_TRUE(store_->Put(key_, MakeEncoding(1, 0), {}).ok());
   // A code range wide enough to count in.
   const auto increment = [](const core::Encoding& from) {

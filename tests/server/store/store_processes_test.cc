@@ -112,7 +112,7 @@ class StoreProcessesTest : public ::testing::TestWithParam<Backend> {
 };
 
 TEST_P(StoreProcessesTest, NoCompareAndSetIsLost) {
-  const int64_t merges = testing::Count("QUANTD_STORE_MERGES", 300);
+  const int64_t merges = testing::Count("QUANTD_STORE_MERGES", 150);
   {
     const std::unique_ptr<SqlEncodingStore> store = Open();
     ASSERT_NE(store, nullptr);
