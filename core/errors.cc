@@ -273,10 +273,11 @@ absl::Status MethodInvalidError(absl::string_view what) {
   return Error<Row("METHOD_INVALID")>(what);
 }
 
-absl::Status ScaleOverflowError(int64_t scale_index, double scale) {
+absl::Status ScaleOverflowError(int64_t scale_index, double scale,
+                                absl::string_view type) {
   return Error<Row("SCALE_OVERFLOW")>(
       absl::StrCat("scale ", scale_index, " would be ", scale,
-                   "; expected one that fits float32"));
+                   "; expected one that fits ", type));
 }
 
 absl::Status EncodingMissingError() {
@@ -441,8 +442,9 @@ absl::Status RequestTooLargeError(int64_t limit_bytes) {
 absl::Status MemoryBudgetError(int64_t budget_bytes, absl::string_view way_out,
                                absl::Duration retry_after) {
   return RetryableError<Row("MEMORY_BUDGET")>(
-      absl::StrCat("the memory budget of ", budget_bytes, " bytes is used up; ",
-                   way_out),
+      absl::StrCat("the memory budget of ", budget_bytes, " bytes is ",
+                   retry_after > absl::ZeroDuration() ? "used up" : "too small",
+                   "; ", way_out),
       retry_after);
 }
 

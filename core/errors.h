@@ -209,7 +209,9 @@ absl::Status ScaleTypeInvalidError(absl::string_view what);
 absl::Status CodebookInvalidError(absl::string_view what);
 // A parameter of a calibration method.
 absl::Status MethodInvalidError(absl::string_view what);
-absl::Status ScaleOverflowError(int64_t scale_index, double scale);
+// `type`  what the scale is stored as.
+absl::Status ScaleOverflowError(int64_t scale_index, double scale,
+                                absl::string_view type = "float32");
 // Neither reference, encoding nor spec was given.
 absl::Status EncodingMissingError();
 absl::Status CandidatesInvalidError(absl::string_view what);

@@ -41,7 +41,8 @@ namespace quantd::server {
 namespace {
 
 // That read from the store, and as many that write to it: calls block on the
-// disk, and those that write on the lock of the writer.
+// disk, and those that write on the lock of the writer. A caller has half of
+// them at most, so that those who read much do not keep others waiting.
 constexpr int kStoreThreads = 4;
 // So many callers have all the threads that they may have; more take turns.
 constexpr int kCallersAtOnce = 8;
@@ -225,8 +226,8 @@ QuantdServer::QuantdServer(const ServerOptions& options,
       imports_(options.limits.memory_budget_bytes / 4),
       pool_(std::max(1, options.threads),
             kCallersAtOnce * std::max(1, options.threads)),
-      store_pool_(kStoreThreads),
-      write_pool_(kStoreThreads),
+      store_pool_(kStoreThreads / 2, kStoreThreads),
+      write_pool_(kStoreThreads / 2, kStoreThreads),
       long_pool_(kLongThreads, kCallersAtOnce * kLongThreads, kLongNice),
       helper_pool_(options.threads > 1
                        ? std::make_unique<core::ThreadPool>(

@@ -77,7 +77,8 @@ class ModuleReader {
     if ((plain == nullptr) == (packed == nullptr)) {
       return Malformed(module, "expected weight or weight_packed");
     }
-    absl::Status status;
+    absl::Status status = CheckMatrix(module, plain, packed, scale);
+    if (!status.ok()) return status;
     if (!is_integer && packed != nullptr) {
       status = ReadFloat4(module, *packed, scale, part(".weight_global_scale"),
                           &tensor);
@@ -108,6 +109,23 @@ class ModuleReader {
   absl::Status Malformed(const std::string& module, absl::string_view what) {
     return files::FileMalformedError(
         path_, absl::StrCat("module \"", module, "\": ", what));
+  }
+
+  // Experts in one tensor have a dimension more, and a scale for each of their
+  // rows.
+  absl::Status CheckMatrix(const std::string& module,
+                           const files::FileTensor* plain,
+                           const files::FileTensor* packed,
+                           const files::FileTensor& scale) {
+    const bool is_stack = packed != nullptr ? packed->shape.size() == 3
+                                            : plain->shape.size() == 3 &&
+                                                  scale.shape.size() == 3 &&
+                                                  scale.shape[1] > 1;
+    if (!is_stack) return absl::OkStatus();
+    return files::FileUnsupportedError(
+        path_, absl::StrCat("module \"", module,
+                            "\": expected a matrix for each expert, got all "
+                            "experts in a tensor of three dimensions"));
   }
 
   static int64_t IntegerOf(const Json& object, const char* key,
@@ -359,7 +377,8 @@ class ModuleReader {
     return absl::OkStatus();
   }
 
-  // As compressed-tensors has it, -1 stands for groups one after the other.
+  // As compressed-tensors has it, -1 stands for groups one after the other, and
+  // so do zeros beside several groups, which nobody set.
   absl::Status AddColumnGroups(const std::string& module,
                                const files::FileTensor& groups,
                                QuantizedTensor* tensor) {
@@ -374,10 +393,14 @@ class ModuleReader {
                        "column of a matrix in groups");
     }
     const std::vector<int32_t> numbers = CopiedElements<int32_t>(groups);
-    if (std::find(numbers.begin(), numbers.end(), -1) != numbers.end()) {
+    const int64_t count = encoding.scale_shape(1);
+    const bool is_set =
+        count == 1 || std::any_of(numbers.begin(), numbers.end(),
+                                  [](int32_t number) { return number != 0; });
+    if (!is_set ||
+        std::find(numbers.begin(), numbers.end(), -1) != numbers.end()) {
       return absl::OkStatus();
     }
-    const int64_t count = encoding.scale_shape(1);
     bool is_in_order = true;
     for (size_t i = 0; i < numbers.size(); ++i) {
       if (numbers[i] < 0 || numbers[i] >= count) {

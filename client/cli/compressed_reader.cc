@@ -22,8 +22,10 @@
 #include "client/cpp/tensor.h"
 #include "client/cpp/text_file.h"
 #include "client/files/errors.h"
+#include "client/files/json.h"
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
+#include "client/models/model_config.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -86,16 +88,6 @@ absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressedModules(
   return tensors;
 }
 
-// What config.json says of the model before it was quantized.
-absl::StatusOr<ElementType> ElementTypeOfModel(const Json& config) {
-  for (const char* key : {"dtype", "torch_dtype"}) {
-    const auto found = config.find(key);
-    if (found == config.end() || !found->is_string()) continue;
-    return ParseElementType(found->get<std::string>());
-  }
-  return absl::NotFoundError("no dtype");
-}
-
 }  // namespace
 
 absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressed(
@@ -112,16 +104,17 @@ absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressed(
   const absl::StatusOr<std::string> text = internal::ReadTextFile(config_path);
   if (absl::IsNotFound(text.status())) return std::vector<QuantizedTensor>();
   if (!text.ok()) return text.status();
-  const Json document = Json::parse(*text, nullptr, /*allow_exceptions=*/false);
+  const Json document = files::ParseJson(*text);
   if (!document.is_object()) {
     return files::FileMalformedError(config_path, "expected a JSON object");
   }
-  const auto config = document.find("quantization_config");
-  if (config == document.end() || !config->is_object()) {
-    return std::vector<QuantizedTensor>();
-  }
+  std::string key;
+  const Json* const config = FindQuantization(document, &key);
+  if (config == nullptr) return std::vector<QuantizedTensor>();
+  // The second one of its names is its own.
   const auto method = config->find("quant_method");
-  if (method == config->end() || *method != "compressed-tensors") {
+  if (method == config->end() ? key != "compression_config"
+                              : *method != "compressed-tensors") {
     return files::FileUnsupportedError(
         config_path, "a quantization that is not of compressed-tensors");
   }

@@ -115,7 +115,9 @@ class Dequantizer {
     const absl::StatusOr<files::GgufReader> reader =
         files::GgufReader::Open(options_.input);
     if (!reader.ok()) return session_.Fail(reader.status());
-    absl::Status status = options_.output.CheckFile(
+    absl::Status status = reader->CheckWhole(options_.input);
+    if (!status.ok()) return session_.Fail(status);
+    status = options_.output.CheckFile(
         {options_.input}, IsNpy() ? ".npy" : ".safetensors", &session_);
     if (status.ok()) status = CheckGgufTypes(*reader);
     if (!status.ok()) return FailEarly(status, &session_);

@@ -23,6 +23,7 @@
 #include "client/cpp/errors.h"
 #include "client/cpp/text_file.h"
 #include "client/files/errors.h"
+#include "client/files/json.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tie_groups.h"
 #include "google/protobuf/util/json_util.h"
@@ -172,7 +173,7 @@ void RunGetEncoding(const EncodingsOptions& options, Session* session) {
 absl::StatusOr<Encoding> ReadEncoding(const std::string& path) {
   const absl::StatusOr<std::string> text = internal::ReadDocument(path);
   if (!text.ok()) return text.status();
-  Json document = Json::parse(*text, nullptr, /*allow_exceptions=*/false);
+  Json document = files::ParseJson(*text);
   if (!document.is_object()) {
     return files::FileMalformedError(path, "expected a JSON object");
   }

@@ -380,8 +380,8 @@ absl::Status EvaluateAll(const EvaluateOptions& options,
     auto next = job.candidates.begin();
     for (size_t c = 0; c < candidates.size(); ++c) {
       if (IsBlocks(candidates[c], tensor)) continue;
-      if (const auto* spec = std::get_if<EncodingSpec>(&next->source)) {
-        next->outer_maximum = maxima[c].For(*spec, tensor);
+      if (auto* const spec = std::get_if<EncodingSpec>(&next->source)) {
+        maxima[c].Tie(tensor, spec, &next->outer_maximum);
       }
       ++next;
     }
@@ -541,7 +541,7 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
       FindFileTies(options.ties,
                    std::any_of(candidates->begin(), candidates->end(),
                                [](const Candidate& candidate) {
-                                 return HasOuterScales(candidate.spec.spec);
+                                 return MayShareScale(candidate.spec.spec);
                                }),
                    selected);
   if (!ties.ok()) return session->FailUsage(ties.status());

@@ -243,6 +243,8 @@ void ImportGguf(const ImportOptions& options, Session* session) {
   const absl::StatusOr<files::GgufReader> reader =
       files::GgufReader::Open(options.file);
   if (!reader.ok()) return session->Fail(reader.status());
+  const absl::Status whole = reader->CheckWhole(options.file);
+  if (!whole.ok()) return session->Fail(whole);
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
   ImportByTensor imported(options, client.get());

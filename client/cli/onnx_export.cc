@@ -24,6 +24,7 @@
 #include "client/cli/printable.h"
 #include "client/cli/selection.h"
 #include "client/cli/table.h"
+#include "client/cli/weight_fit.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/files/dtype.h"
@@ -241,6 +242,17 @@ void Transpose(files::OnnxModel::Quantizer* quantizer) {
   std::swap(quantizer->scale_shape[0], quantizer->scale_shape[1]);
 }
 
+// `shape` is as the encoding has it, `is_transposed` whether the model has the
+// transpose.
+absl::StatusOr<files::OnnxModel::Quantizer> MakeWeightQuantizer(
+    const Encoding& encoding, const std::vector<int64_t>& shape,
+    bool is_transposed) {
+  absl::StatusOr<files::OnnxModel::Quantizer> quantizer =
+      MakeQuantizer(encoding, &shape, std::nullopt);
+  if (quantizer.ok() && is_transposed) Transpose(&*quantizer);
+  return quantizer;
+}
+
 bool IsInteger(const files::OnnxModel::Quantizer& quantizer) {
   return absl::StrContains(quantizer.type, "int");
 }
@@ -327,6 +339,9 @@ class Exporter {
   // What an initializer or an activation has got.
   struct Done {
     std::string tensor;
+    // Of the stored encoding.
+    files::OnnxModel::Quantizer stored;
+    // Of the one that the model gets.
     files::OnnxModel::Quantizer quantizer;
   };
 
@@ -432,9 +447,10 @@ class Exporter {
   // Errors: ARGUMENT_INVALID: with others.
   absl::StatusOr<bool> IsDone(const std::string& tensor, const Place& place,
                               const files::OnnxModel::Quantizer& quantizer) {
-    const auto [done, is_new] = done_.insert({place.name, {tensor, quantizer}});
+    const auto [done, is_new] =
+        done_.insert({place.name, {tensor, quantizer, quantizer}});
     if (is_new) return false;
-    if (SameQuantizer(done->second.quantizer, quantizer)) return true;
+    if (SameQuantizer(done->second.stored, quantizer)) return true;
     return ArgumentInvalidError(
         absl::StrCat(place.name, " has the encoding of ", done->second.tensor,
                      ", which is another one"));
@@ -466,7 +482,7 @@ class Exporter {
     if (!stored.ok()) return stored.status();
     const Encoding& encoding = stored->encoding();
     if (weight != nullptr) {
-      return QuantizeWeight(tensor, place, *weight, encoding, model);
+      return QuantizeWeight(tensor, place, *weight, *stored, model);
     }
     absl::StatusOr<files::OnnxModel::Quantizer> quantizer =
         MakeQuantizer(encoding, nullptr, activation->rank);
@@ -489,47 +505,52 @@ class Exporter {
 
   absl::Status QuantizeWeight(const std::string& tensor, const Place& place,
                               const files::OnnxModel::Weight& weight,
-                              const Encoding& encoding,
+                              const v1::StoredEncoding& stored,
                               files::OnnxModel* model) {
     const bool is_transposed = place.is_transposed && weight.shape.size() == 2;
     // As the encoding has it.
     std::vector<int64_t> shape = weight.shape;
     if (is_transposed) std::swap(shape[0], shape[1]);
     absl::StatusOr<files::OnnxModel::Quantizer> quantizer =
-        MakeQuantizer(encoding, &shape, std::nullopt);
+        MakeWeightQuantizer(stored.encoding(), shape, is_transposed);
     if (!quantizer.ok()) return quantizer.status();
-    if (is_transposed) Transpose(&*quantizer);
     const absl::StatusOr<bool> is_done = IsDone(tensor, place, *quantizer);
     if (!is_done.ok()) return is_done.status();
     if (*is_done) return absl::OkStatus();
     std::vector<uint8_t> data;
-    QuantizeJob job;
-    job.tensor.name = job_.name.NameOf(tensor);
-    job.tensor.element_type = *ElementTypeOf(*weight.dtype);
-    job.tensor.shape = shape;
-    job.tensor.data = weight.data;
+    Tensor elements;
+    elements.name = job_.name.NameOf(tensor);
+    elements.element_type = *ElementTypeOf(*weight.dtype);
+    elements.shape = shape;
+    elements.data = weight.data;
     const auto rows = static_cast<size_t>(shape.empty() ? 0 : shape[0]);
     const auto columns = static_cast<size_t>(shape.size() < 2 ? 0 : shape[1]);
     if (is_transposed) {
       const size_t bits = *weight.dtype == files::Dtype::kF32 ? 32 : 16;
       data = Transposed(weight.data, bits, columns, rows);
-      job.tensor.data = data;
+      elements.data = data;
     }
-    job.source = encoding;
-    const absl::StatusOr<QuantizeResult> result = client_->Quantize(job);
-    if (!result.ok()) {
+    const absl::StatusOr<FittedWeight> fitted =
+        QuantizeFitted(elements, stored, client_.get());
+    if (!fitted.ok()) {
       done_.erase(place.name);
-      return result.status();
+      return fitted.status();
     }
+    if (!fitted->note.empty()) {
+      AddLoss(tensor, fitted->note, /*left_out=*/false);
+      quantizer = MakeWeightQuantizer(fitted->encoding, shape, is_transposed);
+      if (!quantizer.ok()) return quantizer.status();
+      done_.find(place.name)->second.quantizer = *quantizer;
+    }
+    absl::Span<const uint8_t> codes = fitted->result.codes;
     if (is_transposed) {
-      const size_t bits =
-          static_cast<size_t>(GetFormatInfo(encoding.format())->storage_bits);
-      data = Transposed(result->codes, bits, rows, columns);
+      const size_t bits = static_cast<size_t>(
+          GetFormatInfo(fitted->encoding.format())->storage_bits);
+      data = Transposed(codes, bits, rows, columns);
+      codes = data;
     }
     has_float4_ |= quantizer->type == "float4_e2m1";
-    model->QuantizeWeight(place.name, *quantizer,
-                          is_transposed ? absl::MakeConstSpan(data)
-                                        : absl::MakeConstSpan(result->codes));
+    model->QuantizeWeight(place.name, *quantizer, codes);
     ++weight_count_;
     return absl::OkStatus();
   }

@@ -12,8 +12,10 @@
 #include "client/cpp/text_file.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
+#include "client/files/json.h"
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
+#include "client/models/model_config.h"
 #include "client/models/quantized_layout.h"
 #include "client/models/tensor_input.h"
 #include "nlohmann/json.hpp"
@@ -95,11 +97,17 @@ const files::FileTensor* FindCodes(const TensorInput& input) {
         absl::EndsWith(stem, ".weight") && input.Find(stem) == nullptr) {
       return &tensor;
     }
+    // Numbers of eight bits without scales.
+    if (absl::EndsWith(tensor.name, ".weight") && tensor.shape.size() >= 2 &&
+        (tensor.dtype == files::Dtype::kF8E4M3 ||
+         tensor.dtype == files::Dtype::kF8E5M2)) {
+      return &tensor;
+    }
   }
   return nullptr;
 }
 
-std::string MethodIn(const Json& config, const char* otherwise) {
+std::string MethodIn(const Json& config, const std::string& otherwise) {
   const auto method = config.find("quant_method");
   return method != config.end() && method->is_string()
              ? method->get<std::string>()
@@ -128,14 +136,12 @@ std::string QuantizationMethod(const std::string& path) {
   const auto read = [&folder](const char* name) {
     const std::string text =
         internal::ReadTextFile(files::PathIn(folder, name)).value_or("");
-    return Json::parse(text, nullptr, /*allow_exceptions=*/false);
+    return files::ParseJson(text);
   };
   const Json document = read("config.json");
-  for (const char* key : {"quantization_config", "compression_config"}) {
-    if (!document.is_object() || !document.contains(key)) continue;
-    const Json& config = document[key];
-    if (config.is_object()) return MethodIn(config, key);
-  }
+  std::string key;
+  const Json* const found = FindQuantization(document, &key);
+  if (found != nullptr) return MethodIn(*found, key);
   for (const char* name : kPlainConfigFiles) {
     const Json config = read(name);
     if (config.is_object() &&
@@ -186,7 +192,7 @@ absl::Status CheckNoCodes(const TensorInput& input, const std::string& path,
       absl::StrCat(": it is ", DtypeName(codes->dtype),
                    ElementTypeOf(codes->dtype).has_value()
                        ? ", and scales of codes have such a name"
-                       : ", and codes and their scales have such names"),
+                       : ", and codes have such names"),
       more);
 }
 

@@ -1,12 +1,14 @@
 #include <cerrno>
 #include <cstdio>
 
+#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/help_topics.h"
 #include "client/cli/session.h"
 #include "client/files/errors.h"
+#include "client/files/mapped_file.h"
 
 namespace quantd::cli {
 namespace {
@@ -73,6 +75,7 @@ void AddGlobalOptions(Command* quantctl, Session* session) {
 }  // namespace
 
 int RunQuantctl(int argc, const char* const* argv) {
+  files::ExplainCutFiles("quantctl", kFileError);
   Session session;
   CommandLine command_line("quantctl", "Quantize tensors with a quantd server.",
                            "quantctl " QUANTD_VERSION, HelpTopics());
@@ -103,6 +106,11 @@ int RunQuantctl(int argc, const char* const* argv) {
       return kUsageError;
     case CommandLine::Outcome::kRan:
       break;
+  }
+  const absl::Status unchanged = files::CheckMappedFiles();
+  if (!unchanged.ok() && session.exit_code != kFileError) {
+    session.exit_code = kFileError;
+    session.PrintError(absl::StrCat("quantctl: ", unchanged.message()));
   }
   if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
     session.Note(kFileError);

@@ -29,6 +29,7 @@
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/streams.h"
+#include "client/files/mapped_file.h"
 #include "client/files/safetensors.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tensor_input.h"
@@ -221,6 +222,8 @@ class Quantizer {
         if (!status.ok()) return ReportRefused(status, options_, &session_);
       }
       status = Write();
+      const absl::Status unchanged = files::CheckMappedFiles();
+      if (!unchanged.ok()) status = unchanged;
       // What is written whole by now may not be what somebody keeps.
       if (status.ok() && InterruptNote::stopped()) {
         status = absl::CancelledError("stopped");

@@ -177,14 +177,14 @@ absl::Status FindCache(StoredRanges* stored, QuantizePlan* plan) {
   return absl::OkStatus();
 }
 
-// Finds the tensors that vLLM fuses, by the usual names, of which some have
-// another scheme than the others, or none. `schemes`  of those that are
-// quantized.
-absl::Status FindUnlike(
+// That tensors that vLLM fuses, by the usual names, all have the same scheme or
+// none. `schemes`  of those that are quantized.
+// Errors: ARGUMENT_INVALID.
+absl::Status CheckFused(
     const absl::flat_hash_map<const files::FileTensor*, std::string>& schemes,
-    QuantizePlan* plan) {
+    const QuantizePlan& plan) {
   std::vector<const files::FileTensor*> tensors;
-  for (const std::unique_ptr<Shard>& shard : plan->shards) {
+  for (const std::unique_ptr<Shard>& shard : plan.shards) {
     for (const files::FileTensor& tensor : shard->input.tensors()) {
       tensors.push_back(&tensor);
     }
@@ -192,7 +192,15 @@ absl::Status FindUnlike(
   const absl::StatusOr<std::vector<TieGroup>> groups =
       FindTiedTensors(TieOptions(), tensors);
   if (!groups.ok()) return groups.status();
+  std::vector<std::string> unlike;
   for (const TieGroup& group : *groups) {
+    // What is wrong with a tensor is told by itself.
+    if (std::any_of(group.tensors.begin(), group.tensors.end(),
+                    [&plan](const files::FileTensor* const tensor) {
+                      return !plan.outcomes.at(tensor->name).status.ok();
+                    })) {
+      continue;
+    }
     const auto first = schemes.find(group.tensors[0]);
     const bool is_one =
         std::all_of(group.tensors.begin(), group.tensors.end(),
@@ -202,9 +210,17 @@ absl::Status FindUnlike(
                                  ? first == other
                                  : first->second == other->second;
                     });
-    if (!is_one) plan->unlike.push_back(group.label);
+    if (!is_one) unlike.push_back(group.label);
   }
-  return absl::OkStatus();
+  if (unlike.empty()) return absl::OkStatus();
+  return ArgumentInvalidError(absl::StrCat(
+      "expected one scheme for all tensors of ", unlike[0],
+      unlike.size() > 1 ? absl::StrCat(" and of ", CountText(unlike.size() - 1),
+                                       " more groups")
+                        : "",
+      ", got different ones, or some that are not quantized; vLLM fuses such a "
+      "group and does not load it then; `quantctl sweep FILE` chooses one spec "
+      "for all, and --no-ties leaves them as they are asked for"));
 }
 
 absl::Status OnlyCompressedError(const char* option) {
@@ -286,8 +302,10 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
           absl::StrCat(planned->module.dump(), inputs.arguments.dump());
     }
   }
-  const absl::Status compared = FindUnlike(schemes, plan);
-  if (!compared.ok()) return compared;
+  if (!options.ties.no_defaults) {
+    const absl::Status status = CheckFused(schemes, *plan);
+    if (!status.ok()) return status;
+  }
   if (!plan->kv_cache.is_null()) {
     const absl::Status status = FindCache(&*stored, plan);
     if (!status.ok()) return status;

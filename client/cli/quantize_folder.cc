@@ -30,8 +30,10 @@
 #include "client/cpp/text_file.h"
 #include "client/files/atomic_file.h"
 #include "client/files/errors.h"
+#include "client/files/json.h"
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
+#include "client/models/model_config.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -115,11 +117,9 @@ std::vector<std::string> FilesIn(const std::string& folder) {
 // Whether a config.json is of a compressed-tensors model.
 bool IsOfCompressed(const std::string& path) {
   const Json document =
-      Json::parse(internal::ReadTextFile(path).value_or(""), nullptr,
-                  /*allow_exceptions=*/false);
-  if (!document.is_object()) return false;
-  const auto config = document.find("quantization_config");
-  return config != document.end() && config->is_object() &&
+      files::ParseJson(internal::ReadTextFile(path).value_or(""));
+  const Json* const config = FindQuantization(document);
+  return config != nullptr &&
          config->value("quant_method", Json()) == "compressed-tensors";
 }
 
@@ -271,7 +271,7 @@ absl::StatusOr<Json> QuantizeFolder::ReadConfig() const {
   const absl::StatusOr<std::string> text = internal::ReadTextFile(path);
   if (absl::IsNotFound(text.status())) return Json::object();
   if (!text.ok()) return text.status();
-  Json config = Json::parse(*text, nullptr, /*allow_exceptions=*/false);
+  Json config = files::ParseJson(*text);
   if (!config.is_object()) {
     return files::FileMalformedError(path, "expected a JSON object");
   }
@@ -285,6 +285,7 @@ absl::Status QuantizeFolder::WriteConfig() const {
   for (const std::unique_ptr<Shard>& shard : plan_.shards) {
     model.Restore(shard->modules);
   }
+  RemoveQuantization(&*config);
   (*config)["quantization_config"] =
       model.Config(IgnoredModules(), plan_.kv_cache);
   return WriteText(

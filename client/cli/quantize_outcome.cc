@@ -8,6 +8,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "client/cli/session.h"
+#include "client/files/json.h"
 #include "client/files/safetensors.h"
 #include "nlohmann/json.hpp"
 #include "quantd/v1/quantization_service.pb.h"
@@ -70,8 +71,7 @@ std::optional<Outcome> ParseRecord(const Json& record) {
 
 std::optional<ModuleRecords> ReadModules(const files::SafetensorsReader& file) {
   ModuleRecords records;
-  records.modules = Json::parse(MetadataOf(file, kModulesKey), nullptr,
-                                /*allow_exceptions=*/false);
+  records.modules = files::ParseJson(MetadataOf(file, kModulesKey));
   if (!records.modules.is_object() ||
       !absl::SimpleAtoi(MetadataOf(file, kRoundedKey),
                         &records.rounded_count)) {

@@ -24,6 +24,7 @@
 #include "client/cpp/tensor.h"
 #include "client/cpp/tensor_stream.h"
 #include "client/files/errors.h"
+#include "client/files/json.h"
 #include "client/files/safetensors.h"
 #include "client/files/safetensors_builder.h"
 #include "client/models/quantized_layout.h"
@@ -265,9 +266,7 @@ class Output {
         }
         joined_rounded_count_ += modules->rounded_count;
       }
-      const Json records =
-          Json::parse(MetadataOf(*reader, kTensorsKey), nullptr,
-                      /*allow_exceptions=*/false);
+      const Json records = files::ParseJson(MetadataOf(*reader, kTensorsKey));
       for (size_t i = 0; i < tasks_.size(); ++i) {
         if (!records.contains(tasks_[i].tensor->name)) continue;
         const absl::Status status = places_[i].plain != nullptr

@@ -11,9 +11,11 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "client/cli/coded_input.h"
@@ -350,8 +352,8 @@ absl::Status FindBlocks(const QuantizeOptions& options,
   *is_copied = other == nullptr || row % other->block_elements != 0;
   const bool is_left_out =
       *is_copied && IsNamed(options, plan->specs, tensor.name);
-  auto& notes = is_left_out ? plan->left_out_notes : plan->block_notes;
-  notes.push_back(absl::StrCat(
+  auto& said = is_left_out ? plan->left_out_notes : plan->notes;
+  said.push_back(absl::StrCat(
       "quantctl: tensor ", tensor.name, ": rows of ", row,
       " elements have no whole blocks of ", spec.gguf_type, ": ",
       *is_copied ? "copied" : absl::StrCat(other->name, " in its place")));
@@ -372,9 +374,14 @@ constexpr absl::string_view kIgnoredModules[] = {"lm_head",
                                                  "*.wte",
                                                  "wpe",
                                                  "*.wpe",
-                                                 "*embeddings*",
+                                                 "*embedding*",
                                                  "*embed_tokens*",
                                                  "*embed_positions*",
+                                                 "pos_embed",
+                                                 "*.pos_embed",
+                                                 "*relative_attention_bias",
+                                                 "shared",
+                                                 "*.shared",
                                                  "*.gate",
                                                  "*.router",
                                                  "*.router.*",
@@ -389,15 +396,35 @@ bool MatchesAnyOf(absl::string_view pattern,
                      });
 }
 
+// Tensors that llama.cpp does not quantize either: positions, token types,
+// routers, and what its kernels take as floats.
+constexpr absl::string_view kIgnoredInGguf[] = {
+    "*position_embd.weight", "*token_types.weight",    "*ffn_gate_inp*.weight",
+    "*ssm_conv1d.weight",    "*shortconv.conv.weight", "*attn_rel_b.weight"};
+
 // Whether a tensor that is selected stays as it is. The defaults give way to
 // whoever names the tensor.
 bool IsIgnored(const QuantizeOptions& options, const SpecSet& specs,
                const std::string& tensor) {
+  if (options.IsGguf()) {
+    return !IsNamed(options, specs, tensor) &&
+           MatchesAny(kIgnoredInGguf, tensor);
+  }
   if (!options.IsCompressed()) return false;
   const absl::string_view module = ModuleOf(tensor);
   if (options.has_ignore) return MatchesAny(options.ignore, module);
   return !IsNamed(options, specs, tensor) &&
          MatchesAny(kIgnoredModules, module);
+}
+
+// Whether a tensor that is selected can be no weight of a Linear, which is all
+// that a scheme is about. Stacks of experts are weights of several. Gives way
+// to whoever names the tensor.
+bool IsNoLinear(const QuantizeOptions& options, const SpecSet& specs,
+                const files::FileTensor& tensor) {
+  return !options.scheme.empty() && !IsNamed(options, specs, tensor.name) &&
+         (tensor.shape.size() != 2 || ModuleOf(tensor.name).empty()) &&
+         !absl::StrContains(tensor.name, ".experts.");
 }
 
 // Each pattern of --ignore leaves out a module, and they do not leave out all:
@@ -413,15 +440,18 @@ absl::Status CheckIgnore(const QuantizeOptions& options,
   const auto has_selected = [](const std::unique_ptr<Shard>& shard) {
     return !shard->selected.empty();
   };
-  if (plan.ignored.empty() || plan.AnyFailed() ||
+  std::vector<std::string> kept = plan.ignored;
+  kept.insert(kept.end(), plan.no_linear.begin(), plan.no_linear.end());
+  if (kept.empty() || plan.AnyFailed() || options.IsGguf() ||
       std::any_of(plan.shards.begin(), plan.shards.end(), has_selected)) {
     return absl::OkStatus();
   }
   return ArgumentInvalidError(absl::StrCat(
       "expected modules to quantize, but all that are selected are left as "
       "they are (",
-      CountText(plan.ignored.size()), ", such as ", plan.ignored[0],
-      "); --ignore '' takes them"));
+      CountText(kept.size()), ", such as ", kept[0],
+      plan.ignored.empty() ? "), none of them a matrix MODULE.weight"
+                           : "); --ignore '' takes them"));
 }
 
 absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
@@ -443,13 +473,24 @@ absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
                                         "\" is in two of its files"));
       }
       absl::Status* const status = &outcome->second.status;
+      bool is_copied = !is_selected.contains(&tensor);
       if (is_selected.contains(&tensor) &&
           IsIgnored(options, plan->specs, tensor.name)) {
         plan->ignored.emplace_back(ModuleOf(tensor.name));
+        if (!options.IsGguf()) continue;
+        is_copied = true;
+      }
+      if (is_selected.contains(&tensor) &&
+          IsNoLinear(options, plan->specs, tensor)) {
+        plan->no_linear.push_back(tensor.name);
         continue;
       }
       const files::GgufType* type = nullptr;
-      bool is_copied = !is_selected.contains(&tensor);
+      if (!is_copied && absl::c_linear_search(tensor.shape, 0)) {
+        is_copied = true;
+        plan->notes.push_back(absl::StrCat("quantctl: tensor ", tensor.name,
+                                           ": no elements: copied"));
+      }
       if (!is_copied) {
         *status = FindBlocks(options, tensor, plan, &type, &is_copied);
       }

@@ -87,17 +87,17 @@ struct QuantizePlan {
   Json kv_cache;
   // ... modules that are left as they are unless somebody asks for them, ...
   std::vector<std::string> ignored;
-  // ... how many have weights and inputs that no runtime has kernels for, ...
+  // ... tensors that are, as no Linear has them, ...
+  std::vector<std::string> no_linear;
+  // ... and how many have weights and inputs that no runtime has kernels for.
   uint64_t no_kernels_count = 0;
-  // ... and labels of tensors that vLLM fuses, and that have not one scheme.
-  std::vector<std::string> unlike;
   // With `part`, the tensors of this part.
   absl::flat_hash_set<const files::FileTensor*> scope;
   // Has all tensors from the beginning; different ones may change at once.
   Outcomes outcomes;
-  // What is said of tensors that have no whole blocks of the GGUF type that was
-  // asked for.
-  std::vector<std::string> block_notes;
+  // What is said of tensors that are not quantized as it was asked for: without
+  // elements, or without whole blocks of the GGUF type.
+  std::vector<std::string> notes;
   // Likewise, of those that --include or a pattern of --spec names and that are
   // copied.
   std::vector<std::string> left_out_notes;

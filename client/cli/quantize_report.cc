@@ -224,6 +224,7 @@ class RunReport {
                         {"experts", ExpertsJson()},
                         {"ties", TiesJson()},
                         {"ignored", plan_.ignored},
+                        {"no_linear", plan_.no_linear},
                         {"retries", session_.retries()},
                         {"tensors", list}});
   }
@@ -349,7 +350,7 @@ class RunReport {
   // Tensors that are copied in place of what was asked for. The exit code says
   // so where somebody named them, or where nothing else was quantized.
   void PrintLeftOut() {
-    if (!session_.quiet) PrintNotes(plan_.block_notes, &session_);
+    if (!session_.quiet) PrintNotes(plan_.notes, &session_);
     PrintNotes(plan_.left_out_notes, &session_);
     if (!plan_.left_out_notes.empty()) {
       session_.Note(kServerError);
@@ -405,7 +406,13 @@ class RunReport {
     if (!plan_.ignored.empty() && !options_.has_ignore && !session_.quiet) {
       session_.PrintError(
           absl::StrCat("quantctl: left as they are: ", NamesText(plan_.ignored),
-                       "; see --ignore"));
+                       options_.IsGguf() ? "; a --spec for them takes them"
+                                         : "; see --ignore"));
+    }
+    if (!plan_.no_linear.empty() && !session_.quiet) {
+      session_.PrintError(absl::StrCat(
+          "quantctl: left as they are, as no matrices MODULE.weight: ",
+          NamesText(plan_.no_linear), "; a --spec for them takes them"));
     }
     if (!plan_.experts.empty() && !session_.quiet) {
       const FusedExperts& first = plan_.experts[0];
@@ -425,17 +432,6 @@ class RunReport {
           "of ",
           CountText(plan_.no_kernels_count),
           " modules; see --scheme for what it has"));
-    }
-    if (!plan_.unlike.empty()) {
-      const size_t count = plan_.unlike.size();
-      session_.PrintError(absl::StrCat(
-          "quantctl: warning: vLLM fuses ", plan_.unlike[0],
-          count > 1
-              ? absl::StrCat(" and ", CountText(count - 1), " more groups")
-              : "",
-          ", and takes one scheme for all tensors of a group: these have "
-          "different ones, or are not all quantized; sweep --tie-specs chooses "
-          "one for all"));
     }
   }
 

@@ -30,6 +30,7 @@
 #include "client/cli/tensor_options.h"
 #include "client/cpp/errors.h"
 #include "client/files/errors.h"
+#include "client/files/json.h"
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
 #include "client/models/spec_syntax.h"
@@ -297,8 +298,7 @@ class Earlier {
   // not all there.
   bool TakeRecords(const std::vector<const files::FileTensor*>& tensors,
                    const files::SafetensorsReader& written) {
-    const Json records = Json::parse(MetadataOf(written, kTensorsKey), nullptr,
-                                     /*allow_exceptions=*/false);
+    const Json records = files::ParseJson(MetadataOf(written, kTensorsKey));
     if (!records.is_object() || records.size() != tensors.size()) return false;
     std::map<std::string, Outcome> outcomes;
     for (const files::FileTensor* const tensor : tensors) {

@@ -80,6 +80,9 @@ absl::Status QuantizeServer::Quantize(const TensorSink& sink,
                   size_t i, absl::StatusOr<QuantizeResult> result,
                   EvaluateStream* evaluate) {
     TensorTask& task = (*tasks)[i];
+    if (IsTooLarge(result.status(), task)) {
+      result = QuantizeInTwoPasses(sink, i, &task);
+    }
     const absl::Status status = TakeResult(sink, i, result, evaluate, &task);
     task.hold = nullptr;
     absl::MutexLock lock(&mutex_);
@@ -103,7 +106,7 @@ uint64_t QuantizeServer::stored_count() const {
 }
 
 QuantizeJob QuantizeServer::MakeJob(TensorTask* task) {
-  task->outer_maximum = maxima_.For(task->spec, *task->tensor);
+  maxima_.Tie(*task->tensor, &task->spec, &task->outer_maximum);
   QuantizeJob job;
   job.tensor = MakeTensor(*task->tensor, NameOf(*task->tensor));
   job.source = task->spec;
@@ -114,6 +117,28 @@ QuantizeJob QuantizeServer::MakeJob(TensorTask* task) {
   const auto rounding = roundings_.find(task->tensor->name);
   if (rounding != roundings_.end()) job.rounding = rounding->second.rounding;
   return job;
+}
+
+bool QuantizeServer::IsTooLarge(const absl::Status& status,
+                                const TensorTask& task) const {
+  // What else the server would hold is not in an encoding.
+  return ErrorReason(status) == "MEMORY_BUDGET" && task.outer_maximum.empty() &&
+         !task.spec.has_importance() &&
+         roundings_.find(task.tensor->name) == roundings_.end();
+}
+
+absl::StatusOr<QuantizeResult> QuantizeServer::QuantizeInTwoPasses(
+    const TensorSink& sink, size_t i, TensorTask* task) {
+  CalibrateJob calibrate;
+  calibrate.tensor = MakeTensor(*task->tensor, TensorName());
+  calibrate.spec = task->spec;
+  const absl::StatusOr<CalibrateResult> calibrated =
+      client()->Calibrate(calibrate);
+  if (!calibrated.ok()) return calibrated.status();
+  QuantizeJob job = MakeJob(task);
+  job.source = calibrated->stored_encoding().encoding();
+  if (sink.set_sinks) sink.set_sinks(i, &job);
+  return client()->Quantize(job);
 }
 
 absl::Status QuantizeServer::TakeResult(

@@ -38,7 +38,7 @@ struct TensorTask {
   const files::FileTensor* tensor;
   EncodingSpec spec;
   Outcome* outcome;
-  // TiedMaxima::For; the job points to it.
+  // TiedMaxima::Tie; the job points to it.
   std::vector<float> outer_maximum = {};
   // See files::FileTensor; the job points to what it keeps.
   std::shared_ptr<const void> hold = nullptr;
@@ -81,6 +81,14 @@ class QuantizeServer {
 
  private:
   QuantizeJob MakeJob(TensorTask* task);
+  // Whether an error is that the server cannot hold the tensor, which it need
+  // not where it is given the encoding.
+  bool IsTooLarge(const absl::Status& status, const TensorTask& task) const;
+  // Calibrates the tensor first, from histograms where the method needs them,
+  // and then quantizes it.
+  absl::StatusOr<QuantizeResult> QuantizeInTwoPasses(const TensorSink& sink,
+                                                     size_t i,
+                                                     TensorTask* task);
   // Errors end the run; those of the tensor alone go to its outcome.
   absl::Status TakeResult(const TensorSink& sink, size_t i,
                           const absl::StatusOr<QuantizeResult>& result,

@@ -222,9 +222,8 @@ class Reporter {
     absl::StatusOr<std::vector<TieGroup>> groups =
         FindFileTies(TieFlags(), /*matters=*/true, taken);
     if (!groups.ok()) return groups.status();
-    const absl::StatusOr<ModelSweep> sweep =
-        SweepWithProgress(taken, specs, {*budget_}, {*std::move(groups), false},
-                          client_.get(), !session_.quiet);
+    const absl::StatusOr<ModelSweep> sweep = SweepWithProgress(
+        taken, specs, {*budget_}, *groups, client_.get(), !session_.quiet);
     if (!sweep.ok()) return sweep.status();
     for (const MeasuredTensor& tensor : sweep->tensors) AddMeasured(tensor);
     TakeMixture(sweep->mixtures[0]);

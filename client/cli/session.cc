@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <string>
 
@@ -17,6 +18,7 @@
 #include "client/cli/progress.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
+#include "client/files/mapped_file.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -132,6 +134,14 @@ absl::StatusOr<std::unique_ptr<Client>> Session::Connect(
   options.retry_for = absl::Seconds(retry_seconds);
   retry_line_->SetQuiet(quiet);
   options.on_retry = [line = retry_line_](const Retry& retry) {
+    // What cannot be read cannot be sent, however often.
+    const absl::Status unchanged = files::CheckMappedFiles();
+    if (!unchanged.ok()) {
+      line->Clear();
+      std::fprintf(stderr, "quantctl: %s\n",
+                   std::string(unchanged.message()).c_str());
+      std::_Exit(kFileError);
+    }
     line->Show(retry);
   };
   options.chunk_bytes = chunk_bytes;
@@ -151,7 +161,10 @@ std::unique_ptr<Client> Session::ConnectOrFail() {
   return nullptr;
 }
 
-void Session::Fail(const absl::Status& status) {
+void Session::Fail(const absl::Status& error) {
+  // What comes of a file that was changed is not the error's fault.
+  const absl::Status unchanged = files::CheckMappedFiles();
+  const absl::Status& status = unchanged.ok() ? error : unchanged;
   Note(ExitCodeOf(status));
   retry_line_->Clear();
   if (json) {

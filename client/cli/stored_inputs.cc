@@ -16,6 +16,7 @@
 #include "client/cpp/errors.h"
 #include "client/cpp/text_file.h"
 #include "client/files/errors.h"
+#include "client/files/json.h"
 #include "client/models/tie_groups.h"
 #include "nlohmann/json.hpp"
 #include "quantd/v1/encoding_service.pb.h"
@@ -48,7 +49,7 @@ absl::StatusOr<std::map<std::string, std::string>> ReadInputsMap(
   if (path.empty()) return map;
   const absl::StatusOr<std::string> text = internal::ReadDocument(path);
   if (!text.ok()) return text.status();
-  const Json json = Json::parse(*text, nullptr, /*allow_exceptions=*/false);
+  const Json json = files::ParseJson(*text);
   bool is_sound = json.is_object();
   for (const auto& [weight, inputs] : json.items()) {
     is_sound = is_sound && inputs.is_string();

@@ -275,11 +275,8 @@ void AddSweepCommand(Command* quantctl, Session* session) {
   options->AddPatternOption(command);
   options->file.ties.AddOptions(
       command,
-      "Tensors that share one outer scale, or with --model one encoding where "
-      "the spec has none");
-  command->AddFlag("--tie-specs", &options->file.tie_specs,
-                   "With a file: choose one spec for all tensors of a group "
-                   "of --tie, as vLLM needs");
+      "Tensors that share one outer scale, and get one spec in a mixture; with "
+      "--model they share one encoding where the spec has no outer scale");
   options->file.filter.AddOptions(command);
   options->file.budgets.AddOptions(command);
   options->file.output.AddOptions(
@@ -319,9 +316,6 @@ void AddSweepCommand(Command* quantctl, Session* session) {
     const absl::Status status = options->Check(options->file.filter);
     if (!status.ok()) return session->FailUsage(status);
     if (options->HasFile()) return SweepFile(options->file, session);
-    if (options->file.tie_specs) {
-      return fail("expected --tie-specs with a file, not --model");
-    }
     if (budgets.size() > 1) {
       return fail(
           "expected one budget with --model; several at once need a "

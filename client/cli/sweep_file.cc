@@ -61,19 +61,13 @@ class FileSweeper {
     const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
         SelectTensors({&*input}, options_.filter, nullptr);
     if (!taken.ok()) return session_.FailUsage(taken.status());
-    absl::StatusOr<std::vector<TieGroup>> groups = FindFileTies(
-        options_.ties,
-        options_.tie_specs || std::any_of(specs->begin(), specs->end(),
-                                          [](const SpecTemplate& spec) {
-                                            return HasOuterScales(spec.spec);
-                                          }),
-        *taken);
-    if (!groups.ok()) return session_.FailUsage(groups.status());
-    const SweepTies ties = {*std::move(groups), options_.tie_specs};
+    const absl::StatusOr<std::vector<TieGroup>> ties =
+        FindFileTies(options_.ties, /*matters=*/true, *taken);
+    if (!ties.ok()) return session_.FailUsage(ties.status());
     const std::unique_ptr<Client> client = session_.ConnectOrFail();
     if (client == nullptr) return;
 
-    status = Sweep(*taken, *specs, ties, client.get());
+    status = Sweep(*taken, *specs, *ties, client.get());
     if (!status.ok()) return session_.Fail(status);
     AddTensors();
     const std::vector<v1::SweepMixture>& mixtures = sweep_.mixtures;
@@ -125,7 +119,7 @@ class FileSweeper {
 
   absl::Status Sweep(const std::vector<const files::FileTensor*>& taken,
                      const std::vector<SpecTemplate>& specs,
-                     const SweepTies& ties, Client* client) {
+                     const std::vector<TieGroup>& ties, Client* client) {
     absl::StatusOr<ModelSweep> sweep = SweepWithProgress(
         taken, specs, budgets_, ties, client, !session_.quiet);
     if (!sweep.ok()) return sweep.status();
@@ -274,7 +268,7 @@ class FileSweeper {
 absl::StatusOr<ModelSweep> SweepWithProgress(
     const std::vector<const files::FileTensor*>& tensors,
     const std::vector<SpecTemplate>& specs, const std::vector<Budget>& budgets,
-    const SweepTies& ties, Client* client, bool shows_progress) {
+    const std::vector<TieGroup>& ties, Client* client, bool shows_progress) {
   uint64_t total_bytes = 0;
   for (const files::FileTensor* const tensor : tensors) {
     total_bytes += tensor->data.size();

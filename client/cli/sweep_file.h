@@ -26,7 +26,6 @@ struct FileSweepOptions {
   BudgetOptions budgets;
   TieFlags ties;
   // A mixture has one spec for the tensors of a group.
-  bool tie_specs = false;
   // With several budgets "{}" in the path stands for the figure of each.
   OutputOptions output;
 };
@@ -35,7 +34,7 @@ struct FileSweepOptions {
 absl::StatusOr<ModelSweep> SweepWithProgress(
     const std::vector<const files::FileTensor*>& tensors,
     const std::vector<SpecTemplate>& specs, const std::vector<Budget>& budgets,
-    const SweepTies& ties, Client* client, bool shows_progress);
+    const std::vector<TieGroup>& ties, Client* client, bool shows_progress);
 
 void SweepFile(const FileSweepOptions& options, Session* session);
 

@@ -48,7 +48,9 @@ absl::StatusOr<std::vector<TieGroup>> FindFileTies(
   if (!options.ok()) return options.status();
   if (!options->patterns.empty() && !matters) {
     return ArgumentInvalidError(
-        "expected a spec with one outer scale, such as nvfp4, with --tie");
+        "expected a spec with one outer scale, such as nvfp4, or with one "
+        "scale "
+        "from the extremes, such as float8_e4m3fn, with --tie");
   }
   return FindTiedTensors(*options, tensors);
 }

@@ -417,7 +417,11 @@ class QuantizeExchange final
     SetSource(job.source, &header);
     header.set_store(job.store);
     header.set_nan_policy(job.nan_policy);
-    header.set_scales_in_chunks(job.scales_in_chunks);
+    // Chunks have the scales of elements, so without these there are none.
+    const absl::Span<const int64_t> shape = job.tensor.shape;
+    header.set_scales_in_chunks(job.scales_in_chunks &&
+                                std::find(shape.begin(), shape.end(), 0) ==
+                                    shape.end());
     header.mutable_outer_maximum()->Add(job.outer_maximum.begin(),
                                         job.outer_maximum.end());
     if (job.rounding.has_value()) *header.mutable_rounding() = *job.rounding;

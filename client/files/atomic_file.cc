@@ -20,6 +20,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "client/files/errors.h"
+#include "client/files/mapped_file.h"
 
 namespace quantd::files {
 namespace {
@@ -227,6 +228,8 @@ int AtomicFile::Publish() const {
 }
 
 absl::Status AtomicFile::Commit() {
+  absl::Status unchanged = CheckMappedFiles();
+  if (!unchanged.ok()) return unchanged;
   int error_number = 0;
   if (kind_ != Kind::kStream) {
     error_number = fsync(fd_) == 0 ? Publish() : errno;

@@ -57,7 +57,8 @@ class AtomicFile {
   }
 
   // Makes the file durable and visible.
-  // Errors: FILE_EXISTS where one came meanwhile; FILE_UNWRITABLE.
+  // Errors: FILE_EXISTS where one came meanwhile; FILE_UNWRITABLE; those of
+  // CheckMappedFiles, as the contents may be of what was read.
   absl::Status Commit();
 
  private:

@@ -16,26 +16,30 @@ namespace {
 struct DtypeRow {
   Dtype dtype;
   absl::string_view name;
-  int64_t size_bytes;
+  int64_t size_bits;
 };
 
 // In the order of the enum.
 constexpr DtypeRow kRows[] = {
-    {Dtype::kBool, "BOOL", 1},      {Dtype::kU8, "U8", 1},
-    {Dtype::kI8, "I8", 1},          {Dtype::kF8E5M2, "F8_E5M2", 1},
-    {Dtype::kF8E4M3, "F8_E4M3", 1}, {Dtype::kF8E8M0, "F8_E8M0", 1},
-    {Dtype::kI16, "I16", 2},        {Dtype::kU16, "U16", 2},
-    {Dtype::kF16, "F16", 2},        {Dtype::kBF16, "BF16", 2},
-    {Dtype::kI32, "I32", 4},        {Dtype::kU32, "U32", 4},
-    {Dtype::kF32, "F32", 4},        {Dtype::kF64, "F64", 8},
-    {Dtype::kI64, "I64", 8},        {Dtype::kU64, "U64", 8},
+    {Dtype::kBool, "BOOL", 8},      {Dtype::kU8, "U8", 8},
+    {Dtype::kI8, "I8", 8},          {Dtype::kF8E5M2, "F8_E5M2", 8},
+    {Dtype::kF8E4M3, "F8_E4M3", 8}, {Dtype::kF8E8M0, "F8_E8M0", 8},
+    {Dtype::kI16, "I16", 16},       {Dtype::kU16, "U16", 16},
+    {Dtype::kF16, "F16", 16},       {Dtype::kBF16, "BF16", 16},
+    {Dtype::kI32, "I32", 32},       {Dtype::kU32, "U32", 32},
+    {Dtype::kF32, "F32", 32},       {Dtype::kF64, "F64", 64},
+    {Dtype::kI64, "I64", 64},       {Dtype::kU64, "U64", 64},
+    {Dtype::kC64, "C64", 64},       {Dtype::kF4, "F4", 4},
+    {Dtype::kF6E2M3, "F6_E2M3", 6}, {Dtype::kF6E3M2, "F6_E3M2", 6},
 };
+
+int64_t SizeBits(Dtype dtype) {
+  return kRows[static_cast<int>(dtype)].size_bits;
+}
 
 }  // namespace
 
-int64_t DtypeSizeBytes(Dtype dtype) {
-  return kRows[static_cast<int>(dtype)].size_bytes;
-}
+int64_t DtypeSizeBytes(Dtype dtype) { return (SizeBits(dtype) + 7) / 8; }
 
 absl::string_view DtypeName(Dtype dtype) {
   return kRows[static_cast<int>(dtype)].name;
@@ -63,7 +67,12 @@ std::optional<int64_t> TensorSizeBytes(Dtype dtype,
     }
     size *= dimension;
   }
-  return is_empty ? 0 : size;
+  if (is_empty) return 0;
+  const int64_t bits = SizeBits(dtype);
+  if (bits % 8 == 0) return size;
+  // Of elements of a byte each.
+  if (size % 8 * bits % 8 != 0) return std::nullopt;
+  return size / 8 * bits + size % 8 * bits / 8;
 }
 
 float ReadHalf(const uint8_t* bytes) {

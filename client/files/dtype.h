@@ -29,17 +29,23 @@ enum class Dtype {
   kF64,
   kI64,
   kU64,
+  // Two float32.
+  kC64,
+  // Elements of 4 and 6 bits without gaps, the first one in the lowest bits.
+  kF4,
+  kF6E2M3,
+  kF6E3M2,
 };
 
-// 1, 2, 4 or 8.
+// Size of an element: 1, 2, 4 or 8. Those below a byte count as 1.
 int64_t DtypeSizeBytes(Dtype dtype);
 
 // As safetensors spells it, e.g. "BF16", and back.
 absl::string_view DtypeName(Dtype dtype);
 std::optional<Dtype> ParseDtype(absl::string_view name);
 
-// Size in bytes of a tensor; nothing for a negative dimension or when a
-// product does not fit in 63 bits.
+// Size in bytes of a tensor; nothing for a negative dimension, when a product
+// does not fit in 63 bits, or when the elements fill no whole bytes.
 std::optional<int64_t> TensorSizeBytes(Dtype dtype,
                                        absl::Span<const int64_t> shape);
 

@@ -44,6 +44,13 @@ absl::Status FileIncompleteError(absl::string_view path,
       absl::StrCat("FILE_INCOMPLETE: ", path, ": ", what));
 }
 
+absl::Status FileChangedError(absl::string_view path) {
+  return absl::AbortedError(
+      absl::StrCat("FILE_CHANGED: ", path,
+                   " was changed while it was read; nothing that was made of "
+                   "it is kept"));
+}
+
 std::string QuotedName(absl::string_view name) {
   constexpr size_t kMostBytes = 200;
   size_t size = std::min(name.size(), kMostBytes);

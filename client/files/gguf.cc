@@ -127,6 +127,10 @@ class GgufHeaderParser {
       pairs->emplace_back();
       absl::Status status = ParsePair(&pairs->back().key);
       if (!status.ok()) return status;
+      if (!keys_.insert(pairs->back().key).second) {
+        return Malformed(absl::StrCat(QuotedName(pairs->back().key),
+                                      " occurs twice in the metadata"));
+      }
       pairs->back().bytes = bytes_.subspan(begin, cursor_.position() - begin);
     }
     std::vector<uint64_t> offsets;
@@ -179,8 +183,6 @@ class GgufHeaderParser {
             "from ",
             kLeastAlignment, " to ", kMostAlignment));
       }
-      if (has_alignment_) return Malformed("general.alignment occurs twice");
-      has_alignment_ = true;
       alignment_ = alignment;
       return absl::OkStatus();
     }
@@ -309,8 +311,8 @@ class GgufHeaderParser {
   const absl::Span<const uint8_t> bytes_;
   Cursor cursor_;
   uint32_t alignment_ = kGgufAlignment;
-  bool has_alignment_ = false;
   absl::flat_hash_set<std::string> names_;
+  absl::flat_hash_set<std::string> keys_;
 };
 
 }  // namespace
@@ -324,6 +326,32 @@ absl::StatusOr<GgufReader> GgufReader::Open(const std::string& path) {
   if (!status.ok()) return status;
   reader.alignment_ = parser.alignment();
   return reader;
+}
+
+absl::Status GgufReader::CheckWhole(const std::string& path) const {
+  const uint64_t count = IntegerOf("split.count").value_or(1);
+  if (count <= 1) return absl::OkStatus();
+  return FileUnsupportedError(
+      path, absl::StrCat("expected a whole model, got file ",
+                         IntegerOf("split.no").value_or(0) + 1, " of ", count,
+                         "; merge them first, as `llama-gguf-split --merge` "
+                         "does"));
+}
+
+std::optional<uint64_t> GgufReader::IntegerOf(absl::string_view key) const {
+  for (const GgufPair& pair : pairs_) {
+    if (pair.key != key) continue;
+    // The key with its length, and the type.
+    const size_t begin = sizeof(uint64_t) + key.size() + sizeof(uint32_t);
+    const absl::Span<const uint8_t> bytes = pair.bytes.subspan(begin);
+    if (bytes.size() > sizeof(uint64_t)) return std::nullopt;
+    uint64_t value = 0;
+    for (size_t i = 0; i < bytes.size(); ++i) {
+      value |= uint64_t{bytes[i]} << (8 * i);
+    }
+    return value;
+  }
+  return std::nullopt;
 }
 
 std::vector<float> DequantizeGguf(const GgufTensor& tensor) {

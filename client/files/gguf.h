@@ -16,10 +16,13 @@
 #define QUANTD_CLIENT_FILES_GGUF_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "client/files/gguf_types.h"
 #include "client/files/mapped_file.h"
@@ -62,8 +65,15 @@ class GgufReader {
   // Of the data.
   uint32_t alignment() const { return alignment_; }
 
+  // Whether the file has all tensors of its model, as far as its metadata tell.
+  // `path` is for the error. Errors: FILE_UNSUPPORTED.
+  absl::Status CheckWhole(const std::string& path) const;
+
  private:
   explicit GgufReader(MappedFile file) : file_(std::move(file)) {}
+
+  // The value of a number among the metadata.
+  std::optional<uint64_t> IntegerOf(absl::string_view key) const;
 
   MappedFile file_;
   std::vector<GgufTensor> tensors_;

@@ -1,20 +1,107 @@
 #include "client/files/mapped_file.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <utility>
 
+#include "absl/base/attributes.h"
+#include "absl/base/const_init.h"
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
 #include "client/files/errors.h"
 
 namespace quantd::files {
+
+// A place for what is mapped; it is never freed, because a signal handler reads
+// all of them.
+struct Mapping {
+  // Null while the place is free. Set last.
+  std::atomic<const uint8_t*> data{nullptr};
+  std::atomic<size_t> size{0};
+  std::string path;
+  struct stat status = {};
+  Mapping* next = nullptr;
+};
+
+namespace {
+
+ABSL_CONST_INIT absl::Mutex g_mutex(absl::kConstInit);
+std::atomic<Mapping*> g_mappings{nullptr};
+// The path of the first that had changed when it was let go of.
+std::string* g_changed ABSL_GUARDED_BY(g_mutex) = nullptr;
+
+const char* g_program = nullptr;
+int g_exit_code = 1;
+
+bool HasChanged(const Mapping& mapping) {
+  struct stat now;
+  // Whoever is not there any more has not changed either.
+  if (stat(mapping.path.c_str(), &now) != 0 ||
+      now.st_dev != mapping.status.st_dev ||
+      now.st_ino != mapping.status.st_ino) {
+    return false;
+  }
+  return now.st_size != mapping.status.st_size ||
+         now.st_mtim.tv_sec != mapping.status.st_mtim.tv_sec ||
+         now.st_mtim.tv_nsec != mapping.status.st_mtim.tv_nsec;
+}
+
+Mapping* Register(const std::string& path, const struct stat& status,
+                  const uint8_t* data, size_t size) {
+  absl::MutexLock lock(&g_mutex);
+  Mapping* mapping = g_mappings.load();
+  while (mapping != nullptr && mapping->data.load() != nullptr) {
+    mapping = mapping->next;
+  }
+  if (mapping == nullptr) {
+    mapping = new Mapping;
+    mapping->next = g_mappings.load();
+    g_mappings.store(mapping);
+  }
+  mapping->path = path;
+  mapping->status = status;
+  mapping->size.store(size);
+  mapping->data.store(data);
+  return mapping;
+}
+
+// Calls only what a signal handler may.
+void Write(const char* text) {
+  [[maybe_unused]] const ssize_t written =
+      write(STDERR_FILENO, text, std::strlen(text));
+}
+
+void ExplainBusError(int signal_number, siginfo_t* info, void* /*context*/) {
+  const auto* const at = static_cast<const uint8_t*>(info->si_addr);
+  for (const Mapping* mapping = g_mappings.load(); mapping != nullptr;
+       mapping = mapping->next) {
+    const uint8_t* const data = mapping->data.load();
+    if (data == nullptr || at < data || at >= data + mapping->size.load()) {
+      continue;
+    }
+    Write(g_program);
+    Write(": FILE_CHANGED: ");
+    Write(mapping->path.c_str());
+    Write(" was cut short while it was read\n");
+    _exit(g_exit_code);
+  }
+  // No file's.
+  signal(signal_number, SIG_DFL);
+}
+
+}  // namespace
 
 absl::StatusOr<MappedFile> MappedFile::Open(const std::string& path) {
   // O_NONBLOCK: opening a pipe must not wait for its writer.
@@ -33,27 +120,60 @@ absl::StatusOr<MappedFile> MappedFile::Open(const std::string& path) {
   const size_t size = static_cast<size_t>(status.st_size);
   if (size == 0) {
     close(fd);
-    return MappedFile(nullptr, 0);
+    return MappedFile(nullptr, 0, nullptr);
   }
   void* const data = mmap(nullptr, size, PROT_READ, MAP_PRIVATE, fd, 0);
   const int error_number = errno;
   close(fd);
   if (data == MAP_FAILED) return FileUnreadableError(path, error_number);
-  return MappedFile(static_cast<const uint8_t*>(data), size);
+  const auto* const bytes = static_cast<const uint8_t*>(data);
+  return MappedFile(bytes, size, Register(path, status, bytes, size));
 }
 
 MappedFile::MappedFile(MappedFile&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
-      size_(std::exchange(other.size_, 0)) {}
+      size_(std::exchange(other.size_, 0)),
+      mapping_(std::exchange(other.mapping_, nullptr)) {}
 
 MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
+  std::swap(mapping_, other.mapping_);
   return *this;
 }
 
 MappedFile::~MappedFile() {
-  if (data_ != nullptr) munmap(const_cast<uint8_t*>(data_), size_);
+  if (data_ == nullptr) return;
+  {
+    absl::MutexLock lock(&g_mutex);
+    // A process that goes on may map other files.
+    if (g_program != nullptr && g_changed == nullptr && HasChanged(*mapping_)) {
+      g_changed = new std::string(mapping_->path);
+    }
+    mapping_->data.store(nullptr);
+  }
+  munmap(const_cast<uint8_t*>(data_), size_);
+}
+
+absl::Status CheckMappedFiles() {
+  absl::MutexLock lock(&g_mutex);
+  if (g_changed != nullptr) return FileChangedError(*g_changed);
+  for (const Mapping* mapping = g_mappings.load(); mapping != nullptr;
+       mapping = mapping->next) {
+    if (mapping->data.load() != nullptr && HasChanged(*mapping)) {
+      return FileChangedError(mapping->path);
+    }
+  }
+  return absl::OkStatus();
+}
+
+void ExplainCutFiles(const char* program, int exit_code) {
+  g_program = program;
+  g_exit_code = exit_code;
+  struct sigaction action {};
+  action.sa_sigaction = &ExplainBusError;
+  action.sa_flags = SA_SIGINFO;
+  sigaction(SIGBUS, &action, nullptr);
 }
 
 }  // namespace quantd::files

@@ -7,13 +7,17 @@
 #include <cstdint>
 #include <string>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 
 namespace quantd::files {
 
+struct Mapping;
+
 // Immutable, thread-safe. The file must not be cut short while it is mapped:
-// the system then ends the process at the first read behind its end.
+// the system then ends the process at the first read behind its end, by SIGBUS;
+// see ExplainCutFiles.
 class MappedFile {
  public:
   // Errors: FILE_UNREADABLE; FILE_UNSUPPORTED when it is not a regular file.
@@ -26,12 +30,25 @@ class MappedFile {
   absl::Span<const uint8_t> bytes() const { return {data_, size_}; }
 
  private:
-  MappedFile(const uint8_t* data, size_t size) : data_(data), size_(size) {}
+  MappedFile(const uint8_t* data, size_t size, Mapping* mapping)
+      : data_(data), size_(size), mapping_(mapping) {}
 
-  // Null when the file is empty.
+  // Null when the file is empty; so is mapping_.
   const uint8_t* data_;
   size_t size_;
+  Mapping* mapping_;
 };
+
+// Whether no file that is mapped was changed in its place since, by its size
+// and its time of modification; after ExplainCutFiles, none that was mapped
+// either. A file that another one took the place of has not changed.
+// Thread-safe. Errors: FILE_CHANGED, of the first that was found.
+absl::Status CheckMappedFiles();
+
+// From now on a read behind the end of a mapped file ends the process with the
+// exit code, after a line on stderr that begins with `program` and tells of
+// FILE_CHANGED. To be called once.
+void ExplainCutFiles(const char* program, int exit_code);
 
 }  // namespace quantd::files
 

@@ -90,8 +90,9 @@ OnnxModules::OnnxModules(const OnnxModel& model)
 }
 
 bool OnnxModules::IsLayer(const OnnxModel::Node& node) {
-  return node.inputs.size() >= 2 && std::find(kLayers.begin(), kLayers.end(),
-                                              node.op_type) != kLayers.end();
+  return node.inputs.size() >= 2 && !node.outputs.empty() &&
+         std::find(kLayers.begin(), kLayers.end(), node.op_type) !=
+             kLayers.end();
 }
 
 OnnxModules::Place OnnxModules::OriginOf(std::string value) const {

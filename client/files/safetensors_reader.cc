@@ -38,6 +38,8 @@ struct HeaderTensor {
 class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
  public:
   const std::string& error() const { return error_; }
+  // Whether the error is of what a newer format may have.
+  bool is_unsupported() const { return is_unsupported_; }
   std::vector<HeaderTensor>& tensors() { return tensors_; }
   std::map<std::string, std::string>& metadata() { return metadata_; }
 
@@ -76,6 +78,7 @@ class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
     if (where_ == Where::kTensor && key_ == "dtype") {
       const std::optional<Dtype> dtype = ParseDtype(value);
       if (!dtype.has_value()) {
+        is_unsupported_ = true;
         return Fail(absl::StrCat("unknown dtype ", QuotedName(value)));
       }
       tensors_.back().dtype = *dtype;
@@ -226,6 +229,7 @@ class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
   std::vector<HeaderTensor> tensors_;
   std::map<std::string, std::string> metadata_;
   std::string error_;
+  bool is_unsupported_ = false;
 };
 
 uint64_t ReadLength(absl::Span<const uint8_t> bytes) {
@@ -261,7 +265,8 @@ absl::Status CheckOffsets(const std::string& path,
       return FileMalformedError(
           path, absl::StrCat("tensor ", quoted, ": the size of shape [",
                              absl::StrJoin(tensor.shape, ","),
-                             "] does not fit in 63 bits"));
+                             "] does not fit in 63 bits, or is no number of "
+                             "whole bytes"));
     }
     if (static_cast<uint64_t>(*size) != tensor.end - tensor.begin) {
       return FileMalformedError(
@@ -316,7 +321,9 @@ absl::StatusOr<SafetensorsReader> SafetensorsReader::Open(
   }
   HeaderHandler handler;
   if (!nlohmann::json::sax_parse(header.begin(), header.end(), &handler)) {
-    return FileMalformedError(path, handler.error());
+    return handler.is_unsupported()
+               ? FileUnsupportedError(path, handler.error())
+               : FileMalformedError(path, handler.error());
   }
   std::vector<HeaderTensor>& tensors = handler.tensors();
   std::stable_sort(tensors.begin(), tensors.end(),

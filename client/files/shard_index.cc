@@ -15,6 +15,7 @@
 #include "absl/strings/string_view.h"
 #include "client/files/atomic_file.h"
 #include "client/files/errors.h"
+#include "client/files/json.h"
 #include "client/files/mapped_file.h"
 #include "nlohmann/json.hpp"
 
@@ -49,9 +50,9 @@ absl::StatusOr<ShardIndex> ReadShardIndex(const std::string& folder) {
   }
   const absl::StatusOr<MappedFile> file = MappedFile::Open(path);
   if (!file.ok()) return file.status();
-  const auto document =
-      nlohmann::json::parse(file->bytes().begin(), file->bytes().end(), nullptr,
-                            /*allow_exceptions=*/false);
+  const auto document = ParseJson<nlohmann::json>(
+      {reinterpret_cast<const char*>(file->bytes().data()),
+       file->bytes().size()});
   if (!document.is_object()) {
     return FileMalformedError(path, "expected a JSON object");
   }

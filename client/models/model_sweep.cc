@@ -70,12 +70,11 @@ uint64_t EncodedSizeBytes(const Encoding& encoding, uint64_t element_count) {
 class Measurer {
  public:
   Measurer(const std::vector<const files::FileTensor*>& tensors,
-           const std::vector<SpecTemplate>& specs, const SweepTies& ties,
-           const OnTensor& on_tensor)
+           const std::vector<SpecTemplate>& specs,
+           const std::vector<TieGroup>& ties, const OnTensor& on_tensor)
       : specs_(specs), on_tensor_(on_tensor), measured_(tensors.size()) {
     for (const SpecTemplate& spec : specs) {
-      maxima_.emplace_back(
-          tied_.emplace_back(GroupsThatShare(spec, ties.groups)));
+      maxima_.emplace_back(tied_.emplace_back(GroupsThatShare(spec, ties)));
     }
     for (size_t i = 0; i < tensors.size(); ++i) {
       MeasuredTensor& measured = measured_[i];
@@ -181,8 +180,10 @@ class Measurer {
     job.omit_encodings = true;
     job.metrics = SweepMetrics();
     for (const size_t i : candidates) {
-      const EncodingSpec spec = *specs_[i].SpecOf(tensor.shape);
-      job.candidates.push_back({spec, "", maxima_[i].For(spec, tensor)});
+      EncodingSpec spec = *specs_[i].SpecOf(tensor.shape);
+      EvaluateCandidate& candidate = job.candidates.emplace_back();
+      maxima_[i].Tie(tensor, &spec, &candidate.outer_maximum);
+      candidate.source = std::move(spec);
     }
     return job;
   }
@@ -241,14 +242,10 @@ class Measurer {
 using Unit = std::vector<const MeasuredTensor*>;
 
 std::vector<Unit> UnitsOf(const std::vector<MeasuredTensor>& tensors,
-                          const SweepTies& ties) {
+                          const std::vector<TieGroup>& ties) {
   absl::flat_hash_map<const files::FileTensor*, size_t> group_of;
-  if (ties.share_specs) {
-    for (size_t i = 0; i < ties.groups.size(); ++i) {
-      for (const auto* const tensor : ties.groups[i].tensors) {
-        group_of[tensor] = i;
-      }
-    }
+  for (size_t i = 0; i < ties.size(); ++i) {
+    for (const auto* const tensor : ties[i].tensors) group_of[tensor] = i;
   }
   std::vector<Unit> units;
   absl::flat_hash_map<size_t, size_t> unit_of;
@@ -359,7 +356,7 @@ absl::StatusOr<std::vector<v1::SweepMixture>> ChooseAlike(
 absl::StatusOr<std::vector<v1::SweepMixture>> ChooseMixtures(
     const std::vector<MeasuredTensor>& tensors,
     const std::vector<Budget>& budgets, size_t spec_count,
-    const SweepTies& ties, Client* client) {
+    const std::vector<TieGroup>& ties, Client* client) {
   const std::vector<Unit> units = UnitsOf(tensors, ties);
   std::vector<v1::SweepMixture> mixtures(budgets.size());
   for (const bool worst_counts : {true, false}) {
@@ -427,7 +424,8 @@ std::vector<const files::FileTensor*> WeightsOf(const TensorInput& input) {
 absl::StatusOr<ModelSweep> SweepTensors(
     const std::vector<const files::FileTensor*>& tensors,
     const std::vector<SpecTemplate>& specs, const std::vector<Budget>& budgets,
-    Client* client, const OnTensor& on_tensor, const SweepTies& ties) {
+    Client* client, const OnTensor& on_tensor,
+    const std::vector<TieGroup>& ties) {
   absl::StatusOr<std::vector<MeasuredTensor>> measured =
       Measurer(tensors, specs, ties, on_tensor).Run(client);
   if (!measured.ok()) return measured.status();

@@ -63,15 +63,6 @@ struct ModelSweep {
   std::vector<v1::SweepMixture> mixtures;
 };
 
-// Which tensors belong together, because runtimes fuse them. Plain value.
-struct SweepTies {
-  // Tensors of the sweep. Those of a group share the outer scale of a spec that
-  // has one.
-  std::vector<TieGroup> groups;
-  // Whether a mixture has one spec for all tensors of a group.
-  bool share_specs = false;
-};
-
 // Is told of each tensor that is done, one at a time, in any order, on other
 // threads.
 using OnTensor = std::function<void(const files::FileTensor&)>;
@@ -86,13 +77,14 @@ std::vector<v1::ErrorMetric> SweepMetrics();
 // their own. What is under way is bounded, whatever the file. Specs with a
 // gguf_type are measured here, in a second pass. Where some specs fail on a
 // tensor the others are measured all the same. Then a mixture is chosen for
-// each budget.
-// Errors: that the server cannot be reached; of Client::ChooseMixture.
+// each budget. `ties` are tensors that runtimes fuse: they share the outer
+// scale of a spec that has one, and a mixture has one spec for them. Errors:
+// that the server cannot be reached; of Client::ChooseMixture.
 absl::StatusOr<ModelSweep> SweepTensors(
     const std::vector<const files::FileTensor*>& tensors,
     const std::vector<SpecTemplate>& specs, const std::vector<Budget>& budgets,
     Client* client, const OnTensor& on_tensor = nullptr,
-    const SweepTies& ties = {});
+    const std::vector<TieGroup>& ties = {});
 
 }  // namespace quantd
 

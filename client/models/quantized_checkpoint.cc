@@ -24,7 +24,9 @@
 #include "client/cpp/text_file.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
+#include "client/files/json.h"
 #include "client/files/shard_index.h"
+#include "client/models/model_config.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd {
@@ -75,6 +77,38 @@ bool MayBeCodes(const FileTensor& tensor) {
   }
 }
 
+// The first of elements of an unsigned type that is above `most` and not
+// `exception`.
+template <typename T>
+std::optional<int64_t> FindAbove(absl::Span<const uint8_t> data, T most,
+                                 T exception) {
+  const size_t count = data.size() / sizeof(T);
+  for (size_t i = 0; i < count; ++i) {
+    T bits = 0;
+    std::memcpy(&bits, data.data() + i * sizeof(T), sizeof(T));
+    if (bits > most && bits != exception) return static_cast<int64_t>(i);
+  }
+  return std::nullopt;
+}
+
+// The first scale that is negative or not finite; those of U8 are powers of
+// two. -0 is neither.
+std::optional<int64_t> FindWrongScale(Dtype dtype,
+                                      absl::Span<const uint8_t> data) {
+  switch (dtype) {
+    case Dtype::kU8:
+      return FindAbove<uint8_t>(data, 254, 0);
+    case Dtype::kF8E4M3:
+      return FindAbove<uint8_t>(data, 0x7E, 0x80);
+    case Dtype::kF16:
+      return FindAbove<uint16_t>(data, 0x7BFF, 0x8000);
+    case Dtype::kBF16:
+      return FindAbove<uint16_t>(data, 0x7F7F, 0x8000);
+    default:
+      return FindAbove<uint32_t>(data, 0x7F7FFFFF, 0x80000000);
+  }
+}
+
 // What the files beside the tensors say; 0 and empty where they do not.
 struct Config {
   int64_t bits = 0;
@@ -95,7 +129,7 @@ struct Config {
 Json ReadObject(const std::string& folder, const char* name) {
   const std::string text =
       internal::ReadTextFile(files::PathIn(folder, name)).value_or("");
-  Json document = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  Json document = files::ParseJson(text);
   return document.is_object() ? document : Json::object();
 }
 
@@ -149,10 +183,8 @@ Config ReadConfig(const std::string& path) {
     TakeConfig(ReadObject(folder, name), &config);
   }
   const Json hugging_face = ReadObject(folder, "config.json");
-  const auto found = hugging_face.find("quantization_config");
-  if (found != hugging_face.end() && found->is_object()) {
-    TakeConfig(*found, &config);
-  }
+  const Json* const found = FindQuantization(hugging_face);
+  if (found != nullptr) TakeConfig(*found, &config);
   if (config.method.empty() &&
       ReadObject(folder, "hf_quant_config.json").contains("quantization")) {
     config.method = "modelopt";
@@ -160,11 +192,27 @@ Config ReadConfig(const std::string& path) {
   return config;
 }
 
+// Whether floats of eight bits have scales: then one without them is not what
+// it stands for.
+bool HasScaledFloats(const TensorInput& input) {
+  return std::any_of(
+      input.tensors().begin(), input.tensors().end(),
+      [&input](const FileTensor& tensor) {
+        return (tensor.dtype == Dtype::kF8E4M3 ||
+                tensor.dtype == Dtype::kF8E5M2) &&
+               (input.Find(absl::StrCat(tensor.name, "_scale")) != nullptr ||
+                input.Find(absl::StrCat(tensor.name, "_scale_inv")) != nullptr);
+      });
+}
+
 // Reads the tensors of one input. Not thread-safe.
 class CheckpointReader {
  public:
   CheckpointReader(const TensorInput& input, const std::string& path)
-      : input_(input), path_(path), config_(ReadConfig(path)) {}
+      : input_(input),
+        path_(path),
+        config_(ReadConfig(path)),
+        has_scaled_floats_(HasScaledFloats(input)) {}
 
   absl::StatusOr<std::vector<CodedTensor>> ReadAll() {
     if (config_.block_rows <= 0 || config_.block_columns <= 0) {
@@ -179,7 +227,8 @@ class CheckpointReader {
       if (!read.ok()) return read.status();
       if (!read->has_value()) continue;
       const CodedTensor& coded = **read;
-      const absl::Status status = CheckModule(coded.name);
+      absl::Status status = CheckModule(coded.name);
+      status.Update(CheckScales(coded));
       if (!status.ok()) return status;
       const bool is_part = std::find(coded.parts.begin(), coded.parts.end(),
                                      coded.name) != coded.parts.end();
@@ -220,6 +269,21 @@ class CheckpointReader {
       return Unsupported(name, absl::StrCat(other, " is not read"));
     }
     return absl::OkStatus();
+  }
+
+  absl::Status CheckScales(const CodedTensor& tensor) const {
+    const files::CodeScales& scales = tensor.scales;
+    std::optional<int64_t> wrong = FindWrongScale(scales.dtype, scales.data);
+    const char* kind = "scale";
+    if (!wrong.has_value()) {
+      wrong = FindWrongScale(Dtype::kF32, scales.outer);
+      kind = "outer scale";
+    }
+    if (!wrong.has_value()) return absl::OkStatus();
+    return Malformed(tensor.name,
+                     absl::StrCat("expected finite scales of at least 0, got a "
+                                  "negative or non-finite one, ",
+                                  kind, " ", *wrong));
   }
 
   // Whether all else is plain where something is not. What would stay codes
@@ -315,9 +379,7 @@ class CheckpointReader {
                                       "_scale_inv or _scale, got both"));
     }
     if (scale == nullptr) scale = Part(codes.name, "_scale");
-    if (scale == nullptr) {
-      // Some keep a tensor in 8 bits without one, but not the weights of a
-      // model that is quantized.
+    if (scale == nullptr && (!config_.method.empty() || has_scaled_floats_)) {
       if (config_.method.empty() || !absl::EndsWith(codes.name, ".weight")) {
         return std::optional<CodedTensor>();
       }
@@ -329,9 +391,14 @@ class CheckpointReader {
     tensor.name = codes.name;
     tensor.layout = codes.dtype == Dtype::kI8 ? "INT8" : "FP8";
     SetShape(codes.shape, &tensor);
-    absl::Status status = HasScaleForEachOutput(codes.shape, *scale)
-                              ? SetOutputScales(*scale, &tensor)
-                              : SetScales(*scale, &tensor);
+    absl::Status status;
+    if (scale == nullptr) {
+      SetNoScale(&tensor);
+    } else if (HasScaleForEachOutput(codes.shape, *scale)) {
+      status = SetOutputScales(*scale, &tensor);
+    } else {
+      status = SetScales(*scale, &tensor);
+    }
     tensor.codes.bytes = codes.data;
     tensor.codes.line_words = tensor.columns;
     tensor.values = codes.dtype == Dtype::kI8       ? CodeValues::kSigned
@@ -356,6 +423,15 @@ class CheckpointReader {
     return shape.size() > 3 && IsFloatScale(scale.dtype) && shape[0] > 0 &&
            static_cast<int64_t>(scale.data.size()) == shape[0] * size &&
            !scale.shape.empty() && scale.shape[0] == shape[0];
+  }
+
+  // The codes are the numbers themselves.
+  static void SetNoScale(CodedTensor* tensor) {
+    static constexpr float kOne = 1;
+    tensor->scales.data = {reinterpret_cast<const uint8_t*>(&kOne),
+                           sizeof(kOne)};
+    tensor->scales.rows = std::max<int64_t>(1, tensor->rows);
+    tensor->scales.columns = std::max<int64_t>(1, tensor->columns);
   }
 
   static absl::Status SetOutputScales(const FileTensor& scale,
@@ -775,6 +851,8 @@ class CheckpointReader {
                                     " ", ShapeText(groups->shape)));
     }
     bool is_in_order = true;
+    // Zeros beside several groups are what it was allocated with.
+    bool is_set = group_count == 1;
     for (int64_t i = 0; i < inputs; ++i) {
       int32_t group = 0;
       std::memcpy(&group, groups->data.data() + i * 4, sizeof(group));
@@ -785,14 +863,16 @@ class CheckpointReader {
                          group_count - 1, ", got ", group));
       }
       is_in_order = is_in_order && group == i / size;
+      is_set = is_set || group != 0;
     }
-    if (!is_in_order) tensor->scales.column_blocks = groups->data;
+    if (is_set && !is_in_order) tensor->scales.column_blocks = groups->data;
     return absl::OkStatus();
   }
 
   const TensorInput& input_;
   const std::string& path_;
   const Config config_;
+  const bool has_scaled_floats_;
 };
 
 // Whether scales are those of the OCP's MX formats.

@@ -18,6 +18,7 @@
 #include "client/cpp/tensor.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
+#include "client/files/json.h"
 #include "client/files/safetensors.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tensor_input.h"
@@ -327,7 +328,7 @@ absl::StatusOr<QuantizedTensor> ReadQuantized(const TensorInput& input,
     return files::FileMalformedError(
         path, absl::StrCat("quantized tensor \"", name, "\": ", what));
   };
-  const Json object = Json::parse(json, nullptr, /*allow_exceptions=*/false);
+  const Json object = files::ParseJson(json);
   if (!object.is_object()) return malformed("the metadata are not an object");
   Members members(object);
   if (members.Integer("version") != 1 && members.error().empty()) {

@@ -280,9 +280,14 @@ absl::Status ParseMethod(absl::string_view text, EncodingSpec* spec) {
   double number = 0;
   switch (method->method) {
     case v1::CALIBRATION_METHOD_PERCENTILE:
-      if (!absl::SimpleAtod(parameter, &number) || !(number > 0) ||
-          !(number <= 1)) {
-        return invalid("the part that is kept, such as percentile=0.999");
+      if (absl::string_view text = parameter; absl::ConsumeSuffix(&text, "%")) {
+        if (absl::SimpleAtod(text, &number)) number /= 100;
+      } else if (!absl::SimpleAtod(parameter, &number)) {
+        number = 0;
+      }
+      if (!(number > 0) || !(number <= 1)) {
+        return invalid(
+            "the part that is kept, such as percentile=0.999 or 99.9%");
       }
       // 1 - 0.999 is to be 0.001, as it was written.
       spec->set_tail_fraction(std::round((1 - number) * 1e12) / 1e12);

@@ -112,6 +112,8 @@ absl::Status TensorInput::Add(const std::string& path) {
 absl::Status TensorInput::AddGguf(const std::string& path) {
   absl::StatusOr<files::GgufReader> reader = files::GgufReader::Open(path);
   if (!reader.ok()) return reader.status();
+  const absl::Status status = reader->CheckWhole(path);
+  if (!status.ok()) return status;
   for (const files::GgufTensor& tensor : reader->tensors()) {
     if (tensor.type == nullptr) {
       unread_.push_back({tensor.name, std::string(files::kTypeNotKnown)});

@@ -48,13 +48,20 @@ std::string DifferentSpecs(const std::string& name, const EncodingSpec& spec,
                       "\" (", FormatName(other_spec.format()), ")");
 }
 
-std::string NoOuterScale(const std::string& name, const EncodingSpec& spec) {
-  return absl::StrCat("a spec with one outer scale, such as nvfp4, got ",
-                      FormatName(spec.format()), " for \"", name, "\"");
+std::string NoSharedScale(const std::string& name, const EncodingSpec& spec) {
+  return absl::StrCat(
+      "a spec with one outer scale, such as nvfp4, or with one scale from the "
+      "extremes, such as float8_e4m3fn, got ",
+      FormatName(spec.format()), " for \"", name, "\"");
 }
 
-// What is wrong with a group that cannot share an outer scale. Empty for one
-// that can.
+// Whether tensors of this spec, which has so many scales, can share one.
+bool CanShare(const EncodingSpec& spec, const ScaleCounts& counts) {
+  return MayShareScale(spec) &&
+         (HasOuterScales(spec) ? counts.outer_scale : counts.scale) == 1;
+}
+
+// What is wrong with a group that cannot share a scale. Empty for one that can.
 std::string Obstacle(const Found& found,
                      const std::vector<TieCandidate>& candidates) {
   const TieCandidate& first = candidates[found.members[0]];
@@ -68,8 +75,8 @@ std::string Obstacle(const Found& found,
     }
     const absl::StatusOr<ScaleCounts> counts =
         CountScales(tensor.shape, ExpectedEncoding(member.spec, tensor.shape));
-    if (!counts.ok() || counts->outer_scale != 1) {
-      return NoOuterScale(tensor.name, member.spec);
+    if (!counts.ok() || !CanShare(member.spec, *counts)) {
+      return NoSharedScale(tensor.name, member.spec);
     }
     if (tensor.dtype == files::Dtype::kF64) {
       return absl::StrCat("F32, F16 or BF16, got F64 for \"", tensor.name,
@@ -90,9 +97,9 @@ bool HasOuterScale(const Found& found,
 absl::Status TieError(const Found& found, absl::string_view obstacle) {
   return ArgumentInvalidError(absl::StrCat(
       found.label,
-      found.is_default ? ": runtimes fuse these tensors and read one outer "
-                         "scale for all; expected "
-                       : ": tied tensors share one outer scale; expected ",
+      found.is_default ? ": runtimes fuse these tensors and read one scale "
+                         "for all; expected "
+                       : ": tied tensors share one scale; expected ",
       obstacle,
       found.is_default ? "; without ties (--no-ties) each has its own" : ""));
 }
@@ -242,6 +249,19 @@ bool HasOuterScales(const EncodingSpec& spec) {
   return HasOuterScales(ScaleTypeOf(encoding));
 }
 
+bool MayShareScale(const EncodingSpec& spec) {
+  if (HasOuterScales(spec)) return true;
+  // A block that happens to be the whole tensor is not meant to be that.
+  if (spec.has_granularity() ||
+      std::any_of(spec.block_size().begin(), spec.block_size().end(),
+                  [](int64_t size) { return size != 0; })) {
+    return false;
+  }
+  const absl::StatusOr<FormatInfo> format = GetFormatInfo(spec.format());
+  return format.ok() && format->kind == CodeKind::kFloat &&
+         spec.method() <= v1::CALIBRATION_METHOD_MIN_MAX;
+}
+
 absl::StatusOr<std::vector<TieGroup>> FindTies(
     const TieOptions& options, const std::vector<TieCandidate>& candidates) {
   const absl::StatusOr<std::vector<Found>> found =
@@ -357,10 +377,13 @@ TiedMaxima::TiedMaxima(const std::vector<TieGroup>& groups) {
   }
 }
 
-std::vector<float> TiedMaxima::For(const EncodingSpec& spec,
-                                   const files::FileTensor& tensor) {
+void TiedMaxima::Tie(const files::FileTensor& tensor, EncodingSpec* spec,
+                     std::vector<float>* outer_maximum) {
   const auto found = by_tensor_.find(&tensor);
-  if (found == by_tensor_.end()) return OuterMaximumFor(spec, tensor);
+  if (found == by_tensor_.end()) {
+    *outer_maximum = OuterMaximumFor(*spec, tensor);
+    return;
+  }
   Shared& shared = *found->second;
   std::call_once(shared.once, [&shared] {
     for (const files::FileTensor* const member : shared.group->tensors) {
@@ -371,7 +394,13 @@ std::vector<float> TiedMaxima::For(const EncodingSpec& spec,
                                 /*block_size=*/{}, member->data)[0]);
     }
   });
-  return {shared.maximum};
+  if (HasOuterScales(*spec)) {
+    *outer_maximum = {shared.maximum};
+  } else if (shared.maximum > 0) {
+    spec->set_method(v1::CALIBRATION_METHOD_FIXED_RANGE);
+    spec->set_range_min(-shared.maximum);
+    spec->set_range_max(shared.maximum);
+  }
 }
 
 }  // namespace quantd

@@ -96,7 +96,8 @@ absl::StatusOr<std::vector<TieGroup>> FindTiedTensors(
     const TieOptions& options,
     const std::vector<const files::FileTensor*>& tensors);
 
-// Those of the groups whose tensors can share the outer scale of a spec.
+// Those of the groups whose tensors can share a scale of a spec: the outer one,
+// or the only one of floats.
 std::vector<TieGroup> GroupsThatShare(const SpecTemplate& spec,
                                       const std::vector<TieGroup>& groups);
 
@@ -122,17 +123,23 @@ absl::StatusOr<std::vector<NamedTies>> FindNamedTies(
 
 // Whether a spec has outer scales.
 bool HasOuterScales(const EncodingSpec& spec);
+// Whether tensors can share a scale of a spec: the outer one, or that of floats
+// from the extremes. Depends on the shape as well.
+bool MayShareScale(const EncodingSpec& spec);
 
-// The outer maxima of tensors, some of which share theirs. Thread-safe.
+// The largest magnitudes of tensors, of which those of a group share theirs.
+// Thread-safe.
 class TiedMaxima {
  public:
   // `groups` must stay.
   explicit TiedMaxima(const std::vector<TieGroup>& groups);
 
-  // Of a tensor in a group the maximum of the group, which the first call
-  // reads; otherwise OuterMaximumFor.
-  std::vector<float> For(const EncodingSpec& spec,
-                         const files::FileTensor& tensor);
+  // Makes a tensor of a group share the scale: *outer_maximum becomes the
+  // maximum of the group, which the first call reads, and *spec gets the range
+  // that follows from it if it has no outer scale. Of a tensor without a group
+  // *outer_maximum becomes OuterMaximumFor.
+  void Tie(const files::FileTensor& tensor, EncodingSpec* spec,
+           std::vector<float>* outer_maximum);
 
  private:
   struct Shared {

@@ -218,7 +218,13 @@ absl::StatusOr<float> RangeScaler::RoundScale(int64_t index,
   } else if (scale_type_ == ScaleType::kBfloat16) {
     rounded = RoundUp(rounded, FloatToBfloat, BfloatToFloat);
   }
-  if (!std::isfinite(rounded)) return ScaleOverflowError(index, scale);
+  if (!std::isfinite(rounded)) {
+    return ScaleOverflowError(index, scale,
+                              scale_type_ == ScaleType::kFloat16 ? "float16"
+                              : scale_type_ == ScaleType::kBfloat16
+                                  ? "bfloat16"
+                                  : "float32");
+  }
   return rounded;
 }
 

@@ -120,7 +120,15 @@ absl::Status CheckMoments(const StatisticsState& state,
 
 absl::Status CheckComplete(const StatisticsState& state) {
   const TensorStatistics& statistics = state.statistics;
-  if (statistics.counts().total == 0) return absl::OkStatus();
+  const ElementCounts& counts = statistics.counts();
+  const int64_t non_finite =
+      counts.nan + counts.positive_infinity + counts.negative_infinity;
+  if (counts.total == non_finite) {
+    return StatisticsIncompleteError(
+        absl::StrCat(counts.total,
+                     " elements were contributed and none of them is finite, "
+                     "expected some to compute an encoding from"));
+  }
   for (int64_t i = 0; i < statistics.scale_count(); ++i) {
     if (statistics.extremes()[i].empty() && !statistics.has_non_finite(i)) {
       return StatisticsIncompleteError(absl::StrCat(

@@ -64,8 +64,8 @@ absl::Status CheckElementCounts(const StatisticsState& state,
 absl::Status CheckMoments(const StatisticsState& state,
                           const TensorSlice* slice = nullptr);
 
-// Checks that no slice of the tensor is missing: each scale index has an
-// element, unless there is none at all.
+// Checks that an encoding can be computed: there is a finite element, and no
+// slice of the tensor is missing, so that each scale index has an element.
 // Errors: STATISTICS_INCOMPLETE.
 absl::Status CheckComplete(const StatisticsState& state);
 

@@ -95,7 +95,7 @@ class BuiltinGuard final : public grpc::experimental::Interceptor {
       stream_->EndNow();
     }
     if (kind_ == Kind::kCall) {
-      status_ = env_.authenticator->CheckKnown(credential);
+      status_ = env_.authenticator->CheckKnown(*context, credential);
     }
     // Those that were there have been told.
     if (registry_->draining()) stream_->Drain();

@@ -92,6 +92,8 @@ struct CheckedContribution {
 // What a header asks for, checked.
 struct CalibrateTask {
   v1::TensorName name;
+  // Something is kept under the name.
+  bool stores = false;
   TensorDescription description;
   // Where the encoding goes; with a spec or a contribution.
   EncodingKey key;
@@ -411,7 +413,9 @@ absl::StatusOr<CalibrateTask> CheckTask(const RpcEnvironment& env,
   CalibrateTask task;
   task.name = header.tensor().name();
   task.description = *std::move(description);
-  if (header.has_spec() || header.has_contribution()) {
+  task.stores = header.has_contribution() ||
+                (header.has_spec() && task.name.ByteSizeLong() > 0);
+  if (task.stores) {
     absl::StatusOr<EncodingKey> key = KeyFromProto(task.name);
     if (!key.ok()) {
       return core::WithField(key.status(), "header.tensor.name");
@@ -884,12 +888,17 @@ class CalibrateJob final : public TensorJob {
   }
 
   absl::Status Put() {
+    done_ = true;
+    if (!task_.stores) {
+      EncodingToProto(*encoding_,
+                      summary_.mutable_stored_encoding()->mutable_encoding());
+      return absl::OkStatus();
+    }
     absl::StatusOr<StoredEncoding> stored =
         task_.encodings->Put(task_.key, std::move(encoding_), put_);
     if (!stored.ok()) return stored.status();
     StoredEncodingToProto(task_.key, *stored, /*with_encoding=*/true,
                           summary_.mutable_stored_encoding());
-    done_ = true;
     return absl::OkStatus();
   }
 

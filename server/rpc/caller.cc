@@ -1,5 +1,6 @@
 #include "server/rpc/caller.h"
 
+#include <cstddef>
 #include <memory>
 #include <string>
 #include <utility>
@@ -16,12 +17,27 @@
 #include "server/guard/caller_address.h"
 #include "server/guard/tenant_encoding_store.h"
 #include "server/guard/tenant_statistics_store.h"
+#include "server/rpc/audit_log.h"
+#include "server/wire/rpcs.h"
 
 namespace quantd::server {
 namespace {
 
 absl::string_view ToView(grpc::string_ref text) {
   return absl::string_view(text.data(), text.size());
+}
+
+// Of a call of which nothing more is known.
+Caller Unknown(const grpc::ServerContextBase& context) {
+  Caller caller;
+  caller.address = CallerAddress(context.peer());
+  const auto id = context.client_metadata().find("x-request-id");
+  if (id != context.client_metadata().end()) {
+    // A log line is not to be as long as a client likes.
+    constexpr size_t kMostBytes = 128;
+    caller.request_id = std::string(ToView(id->second).substr(0, kMostBytes));
+  }
+  return caller;
 }
 
 // One that is there for as long as the callers are.
@@ -116,49 +132,58 @@ absl::StatusOr<std::shared_ptr<const Principal>> Authenticator::Find(
   return access_->list()->Find(credential, absl::Now());
 }
 
-absl::StatusOr<std::shared_ptr<const Principal>> Authenticator::FindFor(
-    const Credential& credential, Rpc rpc) const {
-  absl::StatusOr<std::shared_ptr<const Principal>> principal = Find(credential);
-  if (!principal.ok()) return Count(principal.status());
-  absl::Status status = Count((*principal)->Check(ScopeOf(rpc)));
-  if (!status.ok()) return status;
-  return principal;
+absl::Status Authenticator::FindFor(
+    const Credential& credential, Rpc rpc,
+    std::shared_ptr<const Principal>* principal) const {
+  absl::StatusOr<std::shared_ptr<const Principal>> found = Find(credential);
+  if (!found.ok()) return found.status();
+  *principal = *std::move(found);
+  return (*principal)->Check(ScopeOf(rpc));
 }
 
 absl::StatusOr<Caller> Authenticator::Authenticate(
     const grpc::CallbackServerContext& context, const Credential& credential,
     Rpc rpc) const {
-  absl::StatusOr<std::shared_ptr<const Principal>> principal =
-      FindFor(credential, rpc);
-  if (!principal.ok()) return principal.status();
-  Caller caller;
+  Caller caller = Unknown(context);
+  caller.method = RpcNameOf(rpc).method;
+  std::shared_ptr<const Principal> principal = caller.principal;
+  absl::Status status = FindFor(credential, rpc, &principal);
+  caller.principal = principal;
+  if (!status.ok()) return Report(caller, "", std::move(status));
   if (regions_ != nullptr) {
     caller.shared_memory = SharedMemoryAccess(regions_, context.peer());
   }
-  Bind(*std::move(principal), &caller);
+  Bind(std::move(principal), &caller);
   return caller;
 }
 
 absl::Status Authenticator::Renew(const Credential& credential, Rpc rpc,
                                   Caller* caller) const {
-  absl::StatusOr<std::shared_ptr<const Principal>> principal =
-      FindFor(credential, rpc);
-  if (!principal.ok()) return principal.status();
-  if (*principal != caller->principal) Bind(*std::move(principal), caller);
+  std::shared_ptr<const Principal> principal = caller->principal;
+  absl::Status status = FindFor(credential, rpc, &principal);
+  if (!status.ok()) return Report(*caller, "", std::move(status));
+  if (principal != caller->principal) Bind(std::move(principal), caller);
   return absl::OkStatus();
 }
 
-absl::Status Authenticator::CheckKnown(const Credential& credential) const {
-  return Count(Find(credential).status());
+absl::Status Authenticator::CheckKnown(const grpc::ServerContextBase& context,
+                                       const Credential& credential) const {
+  absl::Status status = Find(credential).status();
+  return status.ok() ? status : Report(Unknown(context), "", std::move(status));
 }
 
 absl::Status Authenticator::CheckWrite(const Caller& caller,
                                        absl::string_view model) const {
-  return Count(caller.principal->CheckWrite(model));
+  return Report(caller, model, caller.principal->CheckWrite(model));
 }
 
-absl::Status Authenticator::Count(absl::Status status) const {
-  if (!status.ok()) metrics_->AccessDenied(core::ErrorReason(status));
+absl::Status Authenticator::Report(const Caller& caller,
+                                   absl::string_view model,
+                                   absl::Status status) const {
+  if (!status.ok()) {
+    metrics_->AccessDenied(core::ErrorReason(status));
+    LogDenied(caller, model, status);
+  }
   return status;
 }
 

@@ -22,6 +22,11 @@ namespace quantd::server {
 struct Caller {
   // Never null.
   std::shared_ptr<const Principal> principal = Principal::Unrestricted();
+  // What is called, of RpcRow; from where, see CallerAddress; and what the
+  // client calls it, in x-request-id. For the log.
+  absl::string_view method;
+  std::string address;
+  std::string request_id;
   // To what the caller may name in shared memory.
   SharedMemoryAccess shared_memory;
   // As the caller sees them.
@@ -48,7 +53,8 @@ class Authenticator {
   std::string ShareName(const grpc::ServerContextBase& context,
                         const Credential& credential) const;
 
-  // Errors: TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING, all of them counted.
+  // Errors: TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING, all of them counted
+  // and logged; so are those of the next ones.
   absl::StatusOr<Caller> Authenticate(
       const grpc::CallbackServerContext& context, const Credential& credential,
       Rpc rpc) const;
@@ -56,21 +62,26 @@ class Authenticator {
   absl::Status Renew(const Credential& credential, Rpc rpc,
                      Caller* caller) const;
   // For calls that are not one of ours: that the caller is known.
-  // Errors: TOKEN_MISSING, TOKEN_INVALID, both counted.
-  absl::Status CheckKnown(const Credential& credential) const;
+  // Errors: TOKEN_MISSING, TOKEN_INVALID.
+  absl::Status CheckKnown(const grpc::ServerContextBase& context,
+                          const Credential& credential) const;
 
   // Whether the caller may store something under that model's names; to be
   // asked before there is work for it.
-  // Errors: SCOPE_MISSING, MODEL_DENIED, both counted.
+  // Errors: SCOPE_MISSING, MODEL_DENIED.
   absl::Status CheckWrite(const Caller& caller, absl::string_view model) const;
 
  private:
   // Errors: TOKEN_MISSING, TOKEN_INVALID.
   absl::StatusOr<std::shared_ptr<const Principal>> Find(
       const Credential& credential) const;
-  absl::StatusOr<std::shared_ptr<const Principal>> FindFor(
-      const Credential& credential, Rpc rpc) const;
-  absl::Status Count(absl::Status status) const;
+  // Sets the caller's principal if the credential has one, whatever that may
+  // do.
+  absl::Status FindFor(const Credential& credential, Rpc rpc,
+                       std::shared_ptr<const Principal>* principal) const;
+  // Counts and logs an error.
+  absl::Status Report(const Caller& caller, absl::string_view model,
+                      absl::Status status) const;
   void Bind(std::shared_ptr<const Principal> principal, Caller* caller) const;
 
   const AccessFile* const access_;

@@ -23,6 +23,7 @@
 #include "grpcpp/impl/codegen/server_callback_handlers.h"
 #include "quantd/v1/encoding_service.pb.h"
 #include "server/guard/memory_budget.h"
+#include "server/rpc/audit_log.h"
 #include "server/rpc/interchange_rpcs.h"
 #include "server/rpc/page_bytes.h"
 #include "server/rpc/provenance.h"
@@ -226,8 +227,10 @@ absl::Status DeleteEncoding(const UnaryContext& context,
                             v1::DeleteEncodingResponse* /*response*/) {
   absl::StatusOr<EncodingKey> key = KeyFromProto(request.name());
   if (!key.ok()) return core::WithField(key.status(), "name");
-  return context.caller.encodings->Delete(*key,
-                                          Precondition{request.if_match()});
+  absl::Status status =
+      context.caller.encodings->Delete(*key, Precondition{request.if_match()});
+  if (status.ok()) LogChange(context.caller, "an encoding was deleted", *key);
+  return status;
 }
 
 absl::Status ListModels(const UnaryContext& context,
@@ -293,6 +296,8 @@ absl::Status PublishRevision(const UnaryContext& context,
           request.model(), request.source_revision(), *revision,
           request.keep_others());
   if (!published.ok()) return published.status();
+  LogChange(context.caller, "a revision was published",
+            {request.model(), *revision, ""});
   response->set_encoding_count(
       static_cast<uint64_t>(published->encoding_count));
   response->set_replaced_count(
@@ -311,6 +316,8 @@ absl::Status DeleteRevision(const UnaryContext& context,
       context.caller.encodings->DeleteRevision(request.model(),
                                                request.revision());
   if (!deleted.ok()) return deleted.status();
+  LogChange(context.caller, "a revision was deleted",
+            {request.model(), request.revision(), ""});
   response->set_encoding_count(static_cast<uint64_t>(deleted->encoding_count));
   response->set_statistics_count(
       static_cast<uint64_t>(deleted->statistics_count));
@@ -324,6 +331,7 @@ absl::Status DeleteModel(const UnaryContext& context,
   const absl::StatusOr<DeletedRows> deleted =
       context.caller.encodings->DeleteModel(request.model());
   if (!deleted.ok()) return deleted.status();
+  LogChange(context.caller, "a model was deleted", {request.model(), "", ""});
   response->set_encoding_count(static_cast<uint64_t>(deleted->encoding_count));
   response->set_statistics_count(
       static_cast<uint64_t>(deleted->statistics_count));
@@ -462,7 +470,10 @@ absl::Status DeleteStatistics(const UnaryContext& context,
     absl::Status status = CheckPathName("source", request.source());
     if (!status.ok()) return core::WithField(status, "source");
   }
-  return context.caller.statistics->DeleteStatistics(*key, request.source());
+  absl::Status status =
+      context.caller.statistics->DeleteStatistics(*key, request.source());
+  if (status.ok()) LogChange(context.caller, "statistics were deleted", *key);
+  return status;
 }
 
 absl::Status GetServerInfo(const UnaryContext& /*context*/,

@@ -81,6 +81,12 @@ absl::StatusOr<ScaleChecker> ScaleChecker::Create(const v1::Encoding& proto) {
           "scale_shape");
     }
     expected_count = *count;
+    // Every stored encoding has a scale.
+    if (*count == 0) {
+      return core::WithField(
+          core::BlockSizeInvalidError("an entry is 0, expected at least 1"),
+          "scale_shape");
+    }
     for (size_t d = 0; d < outline->scale_shape.size(); ++d) {
       const bool is_whole =
           outline->block_size.empty() || outline->block_size[d] == 0;

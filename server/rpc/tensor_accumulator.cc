@@ -25,8 +25,9 @@ absl::StatusOr<std::unique_ptr<TensorAccumulator>> TensorAccumulator::Create(
   if (mantissa_bits == kDefaultMantissaBits) {
     mantissa_bits = core::DefaultMantissaBits(scale_count);
   }
-  absl::StatusOr<MemoryBudget::Lease> lease = env.budget->Acquire(
-      scale_count * bytes_per_scale + more_bytes, "send fewer tensors at once");
+  absl::StatusOr<MemoryBudget::Lease> lease =
+      env.budget->Acquire(scale_count * bytes_per_scale + more_bytes,
+                          "take fewer scales, or send fewer tensors at once");
   if (!lease.ok()) return lease.status();
   return std::unique_ptr<TensorAccumulator>(new TensorAccumulator(
       env, element_type, std::move(layout), mantissa_bits, *std::move(lease)));

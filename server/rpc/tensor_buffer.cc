@@ -8,7 +8,10 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "core/errors.h"
 
 namespace quantd::server {
 
@@ -16,10 +19,16 @@ TensorBuffer::TensorBuffer(const RpcEnvironment& env, int64_t total_bytes)
     : env_(env), total_bytes_(total_bytes) {}
 
 absl::Status TensorBuffer::Reserve(int64_t bytes) {
+  constexpr absl::string_view kWayOut =
+      "calibrate the tensor first, then name its encoding";
+  // Before most of it was sent for nothing.
+  if (total_bytes_ > env_.budget->total_bytes()) {
+    return core::MemoryBudgetError(env_.budget->total_bytes(), kWayOut,
+                                   absl::ZeroDuration());
+  }
   const int64_t blocks = (size_bytes_ + bytes + kBlockBytes - 1) / kBlockBytes;
   return env_.budget->Grow(
-      &lease_, std::min(blocks * kBlockBytes, total_bytes_),
-      "Calibrate the tensor first, then name its encoding by reference");
+      &lease_, std::min(blocks * kBlockBytes, total_bytes_), kWayOut);
 }
 
 void TensorBuffer::Append(absl::Span<const uint8_t> data) {

@@ -23,8 +23,11 @@
 namespace quantd::server {
 namespace {
 
-// What the writer keeps until a piece is full, and that piece.
-constexpr int64_t kWriterMemory = int64_t{4} << 20;
+// What the writer keeps until a piece is full, and that piece: at most so much,
+// and no more than a multiple of what came, beside what it begins with.
+constexpr int64_t kMostWriterMemory = int64_t{4} << 20;
+constexpr int64_t kLeastWriterMemory = int64_t{16} << 10;
+constexpr int64_t kWriterMemoryPerByte = 4;
 // A chunk as floats while it is checked, and on its way to the writer.
 constexpr int64_t kMemoryPerChunkByte = 10;
 
@@ -63,7 +66,7 @@ class WriteEncodingCall final : public EncodingCall {
     proto->clear_degenerate_count();
     absl::StatusOr<ScaleChecker> checker = ScaleChecker::Create(*proto);
     if (!checker.ok()) return core::WithField(checker.status(), "encoding");
-    status = env().budget->Grow(&lease_, kWriterMemory, kWayOutWithFewerCalls);
+    status = env().budget->Grow(&lease_, WriterMemory(), kWayOutWithFewerCalls);
     if (!status.ok()) return status;
     absl::StatusOr<std::unique_ptr<EncodingWriter>> writer =
         caller().encodings->OpenWriter(
@@ -80,6 +83,12 @@ class WriteEncodingCall final : public EncodingCall {
     return absl::OkStatus();
   }
 
+  int64_t WriterMemory() const {
+    return std::min(
+        kMostWriterMemory,
+        kLeastWriterMemory + kWriterMemoryPerByte * received_bytes_);
+  }
+
   absl::Status CheckLater() const {
     if (request_.has_name() || request_.has_encoding() ||
         !request_.if_match().empty()) {
@@ -92,9 +101,10 @@ class WriteEncodingCall final : public EncodingCall {
   absl::Status Add(const v1::ScaleChunk& chunk) {
     const auto bytes = static_cast<int64_t>(chunk.ByteSizeLong());
     most_chunk_bytes_ = std::max(most_chunk_bytes_, bytes);
+    received_bytes_ += bytes;
     absl::Status status =
         env().budget->Grow(&lease_,
-                           kWriterMemory + checker_->memory_bytes() +
+                           WriterMemory() + checker_->memory_bytes() +
                                kMemoryPerChunkByte * most_chunk_bytes_,
                            kWayOutWithFewerCalls);
     if (!status.ok()) return status;
@@ -131,6 +141,7 @@ class WriteEncodingCall final : public EncodingCall {
   EncodingKey key_;
   v1::NumberFormat format_ = v1::NUMBER_FORMAT_UNSPECIFIED;
   absl::optional<ScaleChecker> checker_;
+  int64_t received_bytes_ = 0;
   // The largest so far: what checked it keeps its memory.
   int64_t most_chunk_bytes_ = 0;
   std::shared_ptr<EncodingStore> store_;

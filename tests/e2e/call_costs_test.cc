@@ -272,6 +272,34 @@ TEST(CallCostsTest, HoldsAnAnswerThatIsNotReadOnlyForSoLong) {
   }));
 }
 
+TEST(CallCostsTest, WritesThatHaveJustBegunHoldLittle) {
+  constexpr int kCount = 100;
+  TestServer server(Impatient(absl::Hours(1)));
+  v1::WriteEncodingRequest request;
+  request.mutable_name()->set_model("m");
+  v1::Encoding* const encoding = request.mutable_encoding();
+  encoding->set_format(v1::NUMBER_FORMAT_INT8);
+  encoding->set_scales_in_chunks(true);
+  encoding->add_block_size(1);
+  encoding->add_scale_shape(1 << 20);
+  const auto channel = server.NewChannel();
+  std::vector<std::unique_ptr<RawStream>> streams;
+  for (int i = 0; i < kCount; ++i) {
+    request.mutable_name()->set_tensor(absl::StrCat("t", i));
+    streams.push_back(std::make_unique<RawStream>(
+        channel, absl::StrCat(kService, "WriteEncoding")));
+    ASSERT_TRUE(streams.back()->Write(request.SerializeAsString()));
+  }
+  // All have begun where each is charged for something.
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] {
+    return server.server().memory_used_bytes() >= kCount * (16 << 10);
+  }));
+  EXPECT_LE(server.server().memory_used_bytes(), kCount * (64 << 10));
+  streams.clear();
+  EXPECT_TRUE(PollUntil(
+      kLongEnough, [&] { return server.server().memory_used_bytes() == 0; }));
+}
+
 TEST(CallCostsTest, DoesNotKeepAServerThatDrains) {
   server::ServerOptions options;
   // Longer than the client waits.

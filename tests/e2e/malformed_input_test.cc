@@ -1050,6 +1050,7 @@ std::vector<StreamCase> SpecCases() {
       FailsOn("calibration without a model", kCalibrate,
               Calibrate([](v1::CalibrateHeader& h) {
                 h.mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
+                h.mutable_tensor()->mutable_name()->set_tensor("t");
               }),
               Invalid("NAME_INVALID"), "header.tensor.name.model"),
       Fails("tensor that can never fit the memory budget",
@@ -1061,7 +1062,8 @@ std::vector<StreamCase> SpecCases() {
                   return header;
                 }(),
                 Floats(4)),
-            "RESOURCE_EXHAUSTED/MEMORY_BUDGET", "", "by reference"),
+            "RESOURCE_EXHAUSTED/MEMORY_BUDGET", "",
+            "is too small; calibrate the tensor first"),
       FailsOn("candidate that can never fit the memory budget", kEvaluate,
               Message(
                   [] {

@@ -16,7 +16,7 @@ TEST(DtypeTest, HasItsOwnNameAndSize) {
   EXPECT_EQ(DtypeName(Dtype::kBF16), "BF16");
   EXPECT_EQ(DtypeSizeBytes(Dtype::kF8E4M3), 1);
   EXPECT_EQ(DtypeSizeBytes(Dtype::kU64), 8);
-  for (int value = 0; value <= static_cast<int>(Dtype::kU64); ++value) {
+  for (int value = 0; value <= static_cast<int>(Dtype::kF6E3M2); ++value) {
     const auto dtype = static_cast<Dtype>(value);
     EXPECT_EQ(ParseDtype(DtypeName(dtype)), dtype) << DtypeName(dtype);
   }
@@ -34,6 +34,13 @@ TEST(TensorSizeBytesTest, IsNothingForWhatDoesNotFit) {
             std::nullopt);
   EXPECT_EQ(TensorSizeBytes(Dtype::kU8, {2, -1}), std::nullopt);
   EXPECT_EQ(TensorSizeBytes(Dtype::kF32, {4, 0}), 0);
+  EXPECT_EQ(TensorSizeBytes(Dtype::kC64, {4}), 32);
+  EXPECT_EQ(TensorSizeBytes(Dtype::kF4, {3, 6}), 9);
+  EXPECT_EQ(TensorSizeBytes(Dtype::kF4, {kMax - 1}), kMax / 2);
+  EXPECT_EQ(TensorSizeBytes(Dtype::kF6E2M3, {4}), 3);
+  // No whole bytes.
+  EXPECT_EQ(TensorSizeBytes(Dtype::kF4, {3}), std::nullopt);
+  EXPECT_EQ(TensorSizeBytes(Dtype::kF6E3M2, {6}), std::nullopt);
   // No dimension is too large beside a 0, but none is negative.
   EXPECT_EQ(TensorSizeBytes(Dtype::kU8, {0, -1}), std::nullopt);
 }

@@ -77,6 +77,14 @@ TEST_F(OnnxModulesTest, ABiasTellsTheWeightBesideIt) {
   EXPECT_THAT(Find(graph, "f1.output"), ElementsAre("a"));
 }
 
+TEST_F(OnnxModulesTest, ALayerWithoutAnOutputIsNone) {
+  const std::string node = absl::StrCat(
+      BytesField(1, "x"), BytesField(1, "f1.weight"), BytesField(4, "MatMul"));
+  const std::string graph =
+      absl::StrCat(Matrix("f1.weight"), BytesField(1, node));
+  EXPECT_THAT(Find(graph, "f1.output"), ElementsAre(HasSubstr("NOT_FOUND")));
+}
+
 TEST_F(OnnxModulesTest, OfASharedBiasTheNodesTellWhichModuleHasTheWeight) {
   const std::string graph = absl::StrCat(
       Matrix("onnx::MatMul_1"), Matrix("onnx::MatMul_2"), Vector("f2.bias"),

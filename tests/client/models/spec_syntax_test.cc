@@ -110,6 +110,7 @@ TEST(SpecSyntaxTest, MethodsCarryTheirParameters) {
   EXPECT_EQ(spec.tail_fraction(), 0.001);
   EXPECT_FALSE(Spec("uint8:percentile").has_tail_fraction());
   EXPECT_EQ(Spec("uint8:percentile=1").tail_fraction(), 0);
+  EXPECT_EQ(Spec("uint8:percentile=99.9%").tail_fraction(), 0.001);
   EXPECT_EQ(Spec("int8:mse=256").search_steps(), 256);
   EXPECT_EQ(Spec("int8:sqnr=2.5").gamma(), 2.5);
   EXPECT_EQ(Spec("int8:entropy").method(), v1::CALIBRATION_METHOD_ENTROPY);
@@ -130,9 +131,10 @@ TEST(SpecSyntaxTest, MethodsCarryTheirParameters) {
               Granularity::Kind::kPerChannel);
   }
   for (const char* text :
-       {"int8:percentile=0", "int8:percentile=1.1", "int8:percentile=x",
-        "int8:mse=x", "int8:minmax=1", "int8:fixed=1,-1", "int8:fixed=1",
-        "int8:best-of", "int8:best-of=mse,x", "int8:best-of=", "int8:mse:sqnr",
+       {"int8:percentile=0", "int8:percentile=1.1", "int8:percentile=99.9",
+        "int8:percentile=x%", "int8:percentile=x", "int8:mse=x",
+        "int8:minmax=1", "int8:fixed=1,-1", "int8:fixed=1", "int8:best-of",
+        "int8:best-of=mse,x", "int8:best-of=", "int8:mse:sqnr",
         "int8:group:4:per-channel", "int8:what"}) {
     EXPECT_FALSE(ParseSpec(text).ok()) << text;
   }

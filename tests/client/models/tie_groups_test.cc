@@ -128,9 +128,8 @@ TEST_F(FindTiesTest, LeavesOutWhatHasNoOuterScale) {
   EXPECT_THAT(Labels(), IsEmpty());
   TieOptions options;
   options.patterns.push_back(*TiePattern::Parse("0.{q,k}_proj.weight"));
-  EXPECT_THAT(
-      Labels(options),
-      ElementsAre(HasSubstr("one outer scale, such as nvfp4, got int8")));
+  EXPECT_THAT(Labels(options),
+              ElementsAre(HasSubstr("such as float8_e4m3fn, got int8")));
 }
 
 TEST_F(FindTiesTest, RefusesDifferentSpecs) {
@@ -169,14 +168,29 @@ TEST(TiedMaximaTest, AreThoseOfTheGroup) {
       tensor("a", a), tensor("b", b), tensor("c", c)};
   const std::vector<TieGroup> groups = {{"g", {&tensors[0], &tensors[1]}}};
   TiedMaxima maxima(groups);
-  const EncodingSpec spec = *ParseSpec("nvfp4")->SpecOf({1, 4});
-  EXPECT_THAT(maxima.For(spec, tensors[0]), ElementsAre(FloatEq(4)));
-  EXPECT_THAT(maxima.For(spec, tensors[1]), ElementsAre(FloatEq(4)));
-  EXPECT_THAT(maxima.For(spec, tensors[2]), ElementsAre(FloatEq(9)));
+  const auto tie = [&](const char* text, int i) {
+    EncodingSpec spec = *ParseSpec(text)->SpecOf({1, 4});
+    const EncodingSpec before = spec;
+    std::vector<float> maximum;
+    maxima.Tie(tensors[static_cast<size_t>(i)], &spec, &maximum);
+    if (spec.SerializeAsString() != before.SerializeAsString()) {
+      EXPECT_EQ(spec.method(), v1::CALIBRATION_METHOD_FIXED_RANGE);
+      EXPECT_EQ(spec.range_min(), -spec.range_max());
+      EXPECT_THAT(maximum, IsEmpty());
+      maximum = {static_cast<float>(spec.range_max()), 0};
+    }
+    return maximum;
+  };
+  EXPECT_THAT(tie("nvfp4", 0), ElementsAre(FloatEq(4)));
+  EXPECT_THAT(tie("nvfp4", 1), ElementsAre(FloatEq(4)));
+  EXPECT_THAT(tie("nvfp4", 2), ElementsAre(FloatEq(9)));
   // With a search too, where a tensor alone has none.
-  const EncodingSpec mse = *ParseSpec("nvfp4:mse")->SpecOf({1, 4});
-  EXPECT_THAT(maxima.For(mse, tensors[0]), ElementsAre(FloatEq(4)));
-  EXPECT_THAT(maxima.For(mse, tensors[2]), IsEmpty());
+  EXPECT_THAT(tie("nvfp4:mse", 0), ElementsAre(FloatEq(4)));
+  EXPECT_THAT(tie("nvfp4:mse", 2), IsEmpty());
+  // One scale becomes one range.
+  EXPECT_THAT(tie("float8_e4m3fn:per-tensor", 0), ElementsAre(FloatEq(4), 0));
+  EXPECT_THAT(tie("float8_e4m3fn:per-tensor", 1), ElementsAre(FloatEq(4), 0));
+  EXPECT_THAT(tie("float8_e4m3fn:per-tensor", 2), IsEmpty());
 }
 
 }  // namespace

@@ -286,6 +286,18 @@ def auto_round(rng, packing, v2):
     return tensors, config, beside, reals
 
 
+def gptq_unset(rng):
+    """Groups that nobody set."""
+    tensors, config, beside, reals = gptq(rng)
+    return {**tensors, "a.g_idx": np.zeros(96, np.int32)}, config, beside, reals
+
+
+def float8(rng, dtype, table):
+    """Numbers, without scales."""
+    codes = finite_codes(rng, (10, 48), table)
+    return {"a.weight": As(dtype, codes)}, None, {}, {"a.weight": table[codes]}
+
+
 SHUFFLED = np.random.default_rng(5).permutation(96)
 CASES = {
     "gptq4": gptq,
@@ -320,6 +332,9 @@ CASES = {
         rng, "auto_round:gptqmodel", True),
     "auto_round_auto_gptq": lambda rng: auto_round(
         rng, "auto_round:auto_gptq", False),
+    "gptq_unset": gptq_unset,
+    "float8_e4m3": lambda rng: float8(rng, "F8_E4M3", E4M3),
+    "float8_e5m2": lambda rng: float8(rng, "F8_E5M2", E5M2),
 }
 
 
@@ -648,6 +663,116 @@ def test_ScalesElsewhereAndConfigurationsAreOfTheRun(quantctl, client,
         del config["quantization_config"]["checkpoint_format"]
         (folder / "config.json").write_text(json.dumps(config))
         write(path, {name: tensors[name] for name in ("a.scales", "a.g_idx")})
+
+
+@pytest.mark.parametrize("place", [
+    ("compression_config",), ("text_config", "quantization_config"),
+    ("llm_config", "compression_config")])
+@pytest.mark.parametrize("made", [
+    lambda rng: gptq(rng, group=40),
+    lambda rng: (*int8(rng)[:1], {"quantization_config": scheme(
+        type="int", num_bits=8, strategy="channel")["quantization_config"]},
+                 {}, int8(np.random.default_rng(8))[3])])
+def test_TheConfigurationIsFoundInAllPlaces(place, made, quantctl, client,
+                                            tmp_path):
+    tensors, config, _, reals = made(np.random.default_rng(8))
+    section = config["quantization_config"]
+    for key in reversed(place):
+        section = {key: section}
+    # The outermost one wins.
+    outer = {"text_config": {"quantization_config": {"quant_method": "no"}},
+             **section} if place == ("compression_config",) else section
+    folder = tmp_path / "model"
+    write_folder(folder, tensors, {"dtype": "float32", **outer})
+    quantctl("dequantize", folder, "-o", tmp_path / "floats")
+    check(quantd.load(tmp_path / "floats"), reals)
+    loaded = quantd.load(folder)["a.weight"]
+    if not isinstance(loaded, np.ndarray):
+        loaded = loaded.dequantize()
+    np.testing.assert_array_equal(loaded, reals["a.weight"])
+    quantctl("import", folder, "--model", f"places/{'-'.join(place)}")
+    said = quantctl("quantize", folder, "-o", tmp_path / "out", "--no-store",
+                    "--spec", "int8", code=FILE_ERROR)
+    assert "quantized already" in said
+    quantctl("quantize", folder, "-o", tmp_path / "again", "--no-store",
+             "--requantize", "--layout", "compressed-tensors", "--spec",
+             "int4:group:16")
+    written = json.loads((tmp_path / "again/config.json").read_text())
+    assert written["quantization_config"]["quant_method"] == (
+        "compressed-tensors")
+    assert "compression_config" not in written
+    assert all(not value.keys() & {"quantization_config", "compression_config"}
+               for key, value in written.items()
+               if key in ("text_config", "llm_config"))
+
+
+@pytest.mark.parametrize("tensors, weights", [
+    ({"weight": np.ones((3, 8, 32), np.int8),
+      "weight_scale": np.ones((3, 8, 1), np.float32)},
+     {"type": "int", "num_bits": 8, "strategy": "channel"}),
+    ({"weight_packed": np.ones((3, 8, 4), np.int32),
+      "weight_shape": np.array([3, 8, 32]),
+      "weight_scale": np.ones((3, 8, 1), np.float16)},
+     {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32}),
+    ({"weight_packed": np.ones((3, 8, 16), np.uint8),
+      "weight_scale": As("F8_E4M3", np.ones((3, 8, 2), np.uint8)),
+      "weight_global_scale": np.ones(3, np.float32)},
+     {"type": "float", "num_bits": 4, "strategy": "tensor_group",
+      "group_size": 16})])
+def test_ExpertsInOneTensorAreNotRead(tensors, weights, quantctl, tmp_path):
+    folder = tmp_path / "model"
+    write_folder(folder, {f"mlp.experts.{name}": tensor
+                          for name, tensor in tensors.items()},
+                 scheme(**weights))
+    said = quantctl("dequantize", folder, "-o", tmp_path / "x",
+                    code=FILE_ERROR)
+    assert "FILE_UNSUPPORTED" in said and "experts" in said
+    with pytest.raises(quantd.QuantdError) as caught:
+        dict(quantd.load(folder))
+    assert caught.value.reason == "FILE_UNSUPPORTED"
+
+
+def test_AConfigurationMayNotBeDeep(quantctl, tmp_path):
+    folder = tmp_path / "model"
+    write_folder(folder, {"a.weight": np.ones((4, 4), np.float32)})
+    (folder / "config.json").write_text('{"a":' + "[" * 100_000 + "]" * 100_000
+                                        + "}")
+    said = quantctl("dequantize", folder, "-o", tmp_path / "x",
+                    code=FILE_ERROR)
+    assert "FILE_MALFORMED" in said
+    with pytest.raises(quantd.QuantdError) as caught:
+        quantd.load(folder)
+    assert caught.value.reason == "FILE_MALFORMED"
+
+
+@pytest.mark.parametrize("case, part, wrong", [
+    ("fp8_blocks", "a.weight_scale_inv", np.float32(np.nan)),
+    ("fp8_blocks", "a.weight_scale_inv", np.float32(-1)),
+    ("modelopt_fp8_rows", "a.weight_scale", np.float32(np.inf)),
+    ("modelopt_nvfp4", "a.weight_scale", 0x7F),
+    ("modelopt_nvfp4", "a.weight_scale", 0x90),
+    ("modelopt_nvfp4", "a.weight_scale_2", np.float32(np.nan)),
+    ("gpt_oss", "a.gate_up_proj_scales", 255),
+    ("mxfp8_powers", "a.weight_scale", 255),
+    ("gptq4", "a.scales", np.float16(np.inf)),
+    ("awq4", "a.scales", np.float16(-1))])
+def test_ScalesThatAreNoneAreRefused(case, part, wrong, quantctl, tmp_path):
+    rng = np.random.default_rng(7)
+    tensors, config, beside, reals = CASES[case](rng)
+    of_type = tensors[part]
+    scale = np.array(of_type.array if isinstance(of_type, As) else of_type)
+    scale.reshape(-1)[-1] = wrong
+    tensors[part] = As(of_type.dtype, scale) if isinstance(
+        of_type, As) else scale
+    write_folder(tmp_path / "model", tensors, config, beside)
+    said = quantctl("dequantize", tmp_path / "model", "-o", tmp_path / "x",
+                    code=FILE_ERROR)
+    (name,) = reals
+    assert "finite scales of at least 0" in said and name in said
+    assert not (tmp_path / "x").exists()
+    with pytest.raises(quantd.QuantdError) as caught:
+        np.asarray(quantd.load(tmp_path / "model")[name])
+    assert caught.value.reason == "FILE_MALFORMED"
 
 
 def scheme(**weights):

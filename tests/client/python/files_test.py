@@ -305,6 +305,9 @@ def test_ArraysAreOfTheFileAndNotToBeWritten(tmp_path, client, weight):
             array[0, 0] = 1
     assert raised(quantd.save, tmp_path / "y.safetensors", {"a": weight},
                   metadata={"quantd.a": "{}"}) == "ARGUMENT_INVALID"
+    assert raised(quantd.save, tmp_path / "m.safetensors", {"a": weight},
+                  metadata={"a": 1}) == "ARGUMENT_INVALID"
+    assert not (tmp_path / "m.safetensors").exists()
 
 
 def test_NothingIsReplacedUnlessAsked(tmp_path, weight):
@@ -376,13 +379,14 @@ def test_DamagedFilesAreNamed(tmp_path, weight):
             "no length": whole[:7],
             "a long header": (1 << 62).to_bytes(8, "little") + whole[8:],
             "no JSON": whole[:8] + b"[" * length + whole[8 + length:],
-            "other type": whole.replace(b'"F32"', b'"F99"', 1),
             "a name twice": whole[:8] + (
                 b'{"e":%s,"e":%s}' % (EMPTY, EMPTY)).ljust(length),
             "overlap": whole.replace(b"[0,", b"[8,", 1),
             "a shape": whole.replace(b"[24,64]", b"[24,-4]", 1)}.items():
         path.write_bytes(damaged)
         assert raised(quantd.load, path) == "FILE_MALFORMED", what
+    path.write_bytes(whole.replace(b'"F32"', b'"F99"', 1))
+    assert raised(quantd.load, path) == "FILE_UNSUPPORTED"
     assert raised(quantd.load, tmp_path / "none") == "FILE_UNREADABLE"
 
 
@@ -405,6 +409,44 @@ def test_DamagedQuantizedTensorsAreNamed(tmp_path, client, weight):
         quantctl_case.write_safetensors(path, rest, metadata)
         if "a" in (file := quantd.load(path)):
             assert raised(file.__getitem__, "a") == "FILE_MALFORMED", missing
+
+
+def write_raw(path, tensors):
+    """tensors: dtype, shape and bytes by name."""
+    header, data = {}, b""
+    for name, (dtype, shape, values) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [
+            len(data), len(data) + len(values)]}
+        data += values
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def test_TypesThatNobodyQuantizesAreCopied(tmp_path, quantctl, client, weight):
+    source = tmp_path / "x.safetensors"
+    others = {"c": ("C64", [2, 2], bytes(range(32))),
+              "f4": ("F4", [2, 6], bytes(range(6))),
+              "f6": ("F6_E2M3", [4, 2], bytes(range(6))),
+              "f6b": ("F6_E3M2", [4], bytes(range(3)))}
+    write_raw(source, {"w": ("F32", [24, 64], weight.tobytes()), **others})
+    quantctl("quantize", source, "-o", tmp_path / "a.safetensors",
+             "--no-store", "--spec", "int8")
+    quantd.quantize_model(source, tmp_path / "b.safetensors", "int8",
+                          client=client)
+    assert (tmp_path / "b.safetensors").read_bytes() == (
+        tmp_path / "a.safetensors").read_bytes()
+    file = quantd.load(tmp_path / "a.safetensors")
+    for name, (_, _, values) in others.items():
+        assert file[name].tobytes() == values
+    assert file["c"].dtype == np.complex64
+
+    write_raw(source, {"new": ("F5_E2M2", [8], bytes(5))})
+    assert raised(quantd.load, source) == "FILE_UNSUPPORTED"
+    said = quantctl("quantize", source, "-o", tmp_path / "c.safetensors",
+                    "--no-store", "--spec", "int8", code=4)
+    assert 'FILE_UNSUPPORTED' in said and '"F5_E2M2"' in said
+    write_raw(source, {"odd": ("F4", [3], bytes(2))})
+    assert raised(quantd.load, source) == "FILE_MALFORMED"
 
 
 def test_ALargeFileIsNotReadIntoMemory(tmp_path):

@@ -325,9 +325,9 @@ PAIRS = [("general.architecture", 8, text("llama")),
          ("llama.rope.freq_base", 6, struct.pack("<f", 1e4)),
          ("tokenizer.ggml.tokens", 9,
           struct.pack("<IQ", 8, 2) + text("<s>") + text("\u2581a"))]
-# Of a file that holds a part of a model. What is written is no such file.
+# Of a model in one file; they are not written.
 SPLIT = [("split.no", 2, struct.pack("<H", 0)),
-         ("split.count", 2, struct.pack("<H", 3)),
+         ("split.count", 2, struct.pack("<H", 1)),
          ("split.tensors.count", 5, struct.pack("<i", 99))]
 
 
@@ -344,6 +344,44 @@ def write_plain(path):
                       for name, (number, data) in tensors.items()],
                PAIRS + SPLIT, alignment=64)
     return others
+
+
+def test_AFileOfSeveralIsNoModel(client, quantctl, tmp_path):
+    path, out = tmp_path / "m-00002-of-00003.gguf", tmp_path / "x.safetensors"
+    rows = np.ones((4, 32), "<f4")
+    write_gguf(path, [("w", 0, rows.shape, rows.tobytes())], [
+        ("split.no", 2, struct.pack("<H", 1)),
+        ("split.count", 2, struct.pack("<H", 3)),
+        ("general.name", 8, text("big"))])
+    for command in (("dequantize", path, "-o", out), ("sweep", path, "--spec",
+                                                      "int8"),
+                    ("quantize", path, "-o", out, "--no-store", "--spec",
+                     "int8"), ("evaluate", path, "--spec", "int8"),
+                    ("calibrate", path, "--model", "m"),
+                    ("import", path, "--model", "m")):
+        said = quantctl(*command, code=4)
+        assert "got file 2 of 3" in said, command
+    assert not out.exists()
+    for call in (lambda: quantd.load(path), lambda: quantd.quantize_model(
+            path, out, "int8", client=client)):
+        with pytest.raises(quantd.QuantdError) as caught:
+            call()
+        assert caught.value.reason == "FILE_UNSUPPORTED"
+        assert "got file 2 of 3" in str(caught.value)
+    # Its metadata are those of the model.
+    quantd.save(tmp_path / "y.gguf", {"w": rows}, gguf_metadata=path)
+    assert b"general.name" in dict(
+        _files.open_gguf(str(tmp_path / "y.gguf")).pairs)
+
+
+def test_AKeyMayNotOccurTwice(quantctl, tmp_path):
+    path = tmp_path / "x.gguf"
+    write_gguf(path, [], [("a", 4, bytes(4)), ("a", 4, bytes(4))])
+    assert "occurs twice" in quantctl("dequantize", path, "-o",
+                                      tmp_path / "x.safetensors", code=4)
+    with pytest.raises(quantd.QuantdError) as caught:
+        quantd.load(path)
+    assert caught.value.reason == "FILE_MALFORMED"
 
 
 def specs():
@@ -589,6 +627,27 @@ def test_KQuantsNeedNoServer(quantctl, tmp_path):
     kept = [text(key) + struct.pack("<I", kind) + value
             for key, kind, value in PAIRS if key != "general.file_type"]
     assert b"".join(kept) in path.read_bytes()
+
+
+@pytest.mark.parametrize("spec", ["q4_K", "int8:group:32:scale=float16"])
+def test_PositionsAndRoutersStayUnlessTheyAreNamed(quantctl, tmp_path, spec):
+    source, path = tmp_path / "x.gguf", tmp_path / "q.gguf"
+    kept = ("position_embd.weight", "blk.0.ffn_gate_inp.weight",
+            "token_types.weight", "blk.0.ssm_conv1d.weight")
+    write_gguf(source, [(name, 0, (4, 256), np.full(1024, .1, "<f4").tobytes())
+                        for name in (*kept, "blk.0.ffn_gate.weight")], PAIRS,
+               alignment=64)
+    quantize = ("quantize", source, "-o", path, "--force", "--no-store",
+                "--spec", spec)
+    said = quantctl(*quantize)
+    assert "1 of 5 tensors" in said
+    assert "left as they are: position_embd, blk.0.ffn_gate_inp, " in said
+    assert "a --spec for them takes them" in said
+    assert {name for name, tensor in
+            _files.open_file(str(path)).tensors.items()
+            if tensor.data.nbytes == 4096} == set(kept)
+    said = quantctl(*quantize, "--spec", f"*ffn_gate_inp*={spec}")
+    assert "2 of 5 tensors" in said
 
 
 def measured_by(document, name):

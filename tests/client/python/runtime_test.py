@@ -175,16 +175,13 @@ def straight(scheme, module, weights):
         scale = rows / np.float32(127)
         return np.round(weight / scale) * scale
     if scheme == "FP8":
-        def scaled(name):
-            return (np.abs(weights[name]).max() / np.float32(448)).astype(
-                np.float32)
-        scale = scaled(module + ".weight")
-        reals = rules.e4m3(weight / scale) * scale
         prefix, _, name = module.rpartition(".")
-        if name[:2] in ("q_", "k_", "v_"):
-            fused = max(scaled(f"{prefix}.{one}_proj.weight") for one in "qkv")
-            reals = rules.e4m3(reals / fused) * fused
-        return reals
+        names = ([f"{prefix}.{one}_proj.weight" for one in "qkv"]
+                 if name[:2] in ("q_", "k_", "v_") else [module + ".weight"])
+        # vLLM takes the largest for all, and has nothing to round again.
+        scale = np.float32(max(np.abs(weights[one]).max()
+                               for one in names)) / np.float32(448)
+        return rules.e4m3(weight / scale) * scale
     if scheme == "FP8_DYNAMIC":
         scale = rows / np.float32(448)
         return rules.e4m3(weight / scale) * scale
@@ -347,7 +344,7 @@ def test_TheCacheHasItsScales(tmp_path, quantctl, calibrated):
 
 
 @pytest.mark.parametrize("flags", [
-    ("--ignore", "layers.0.*"), ("--exclude", "*v_proj*"),
+    ("--ignore", "layers.0.*"), ("--exclude", "*v_proj*", "--no-ties"),
     ("--exclude", "*attention*")])
 def test_TheCacheIsThatOfTheWholeModel(tmp_path, quantctl, calibrated, weights,
                                        flags):
@@ -534,6 +531,37 @@ def test_ExpertsWithBiasesAreRefused(tmp_path, quantctl):
              "--no-store")
 
 
+def test_ASchemeTakesTheWeightsOfLinears(tmp_path, quantctl):
+    source = tmp_path / "plain"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    matrix = np.random.default_rng(3).normal(size=(64, 64)).astype(np.float32)
+    others = {
+        "visual.patch_embed.proj.weight": np.ones((8, 3, 2, 4, 4), np.float32),
+        "layers.0.mixer.conv1d.weight": np.ones((64, 1, 4), np.float32),
+        "layers.0.mixer.A_log": matrix, "pos_embed": matrix[None]}
+    embeddings = {
+        "visual.pos_embed.weight": matrix, "shared.weight": matrix,
+        "encoder.0.attention.relative_attention_bias.weight": matrix,
+        "token_embedding.weight": matrix}
+    quantd.save(source / "model.safetensors", {
+        "layers.0.mixer.in_proj.weight": matrix, **others, **embeddings})
+    flags = ("--scheme", "W8A8", "--no-store")
+    report = quantctl("quantize", source, "-o", tmp_path / "out", *flags,
+                      "--json")
+    assert report["quantized_count"] == 1
+    assert sorted(report["no_linear"]) == sorted(others)
+    assert sorted(report["ignored"]) == sorted(
+        name.removesuffix(".weight") for name in embeddings)
+    tensors = rules.read_tensors(tmp_path / "out" / "model.safetensors")
+    for name, value in (others | embeddings).items():
+        np.testing.assert_array_equal(tensors[name], value)
+    # Somebody who names one gets it.
+    said = quantctl("quantize", source, "-o", tmp_path / "named", *flags,
+                    "--spec", "*conv1d.weight=int4", code=1)
+    assert "conv1d.weight" in said
+
+
 def test_ANormBehindTheProjectionIsWhatIsCached(tmp_path, quantctl, client):
     flags = ("--scheme", "W8A8", "--kv-cache", "float8_e4m3fn", "--model",
              "norms", "--no-store")
@@ -607,14 +635,16 @@ QKV = "layers.0.attention.{q,k,v}_proj.weight"
     (("--include", "*_proj.weight", "--ignore", "layers.0*.v_proj"), False),
     (("--include", "*_proj.weight", "--spec",
       "layers.0*.q_proj.weight=int4:group:128"), False)])
-def test_FusedTensorsOfSeveralSchemesAreTold(tmp_path, quantctl, flags,
-                                             is_one):
-    said = quantctl("quantize", MODEL, "-o", tmp_path / "out", "--no-store",
-                    "--layout", "compressed-tensors", "--spec",
-                    "int8:per-channel", *flags)
-    assert (f"warning: vLLM fuses {QKV}, and takes one scheme" in said) == (
-        not is_one)
-    assert ("vLLM fuses" in said) == (not is_one)
+def test_FusedTensorsOfSeveralSchemesAreRefused(tmp_path, quantctl, flags,
+                                                is_one):
+    command = ("quantize", MODEL, "-o", tmp_path / "out", "--no-store",
+               "--layout", "compressed-tensors", "--spec", "int8:per-channel",
+               *flags)
+    said = quantctl(*command, code=0 if is_one else 2)
+    if not is_one:
+        assert f"expected one scheme for all tensors of {QKV}, got" in said
+        assert not (tmp_path / "out").exists()
+        quantctl(*command, "--no-ties")
 
 
 @pytest.mark.parametrize("flag, budgets", [
@@ -624,7 +654,7 @@ def test_AMixtureHasOneSpecForFusedTensors(tmp_path, quantctl, weights, flag,
     names = sorted(name for name in weights if name.endswith("_proj.weight"))
     specs = ("int8:per-channel", "int4:group:128", "nvfp4")
     swept = quantctl(
-        "sweep", MODEL, "--include", "*_proj.weight", "--json", "--tie-specs",
+        "sweep", MODEL, "--include", "*_proj.weight", "--json",
         "-o", tmp_path / "mixture-{}.txt",
         *(word for spec in specs for word in ("--spec", spec)),
         *(word for budget in budgets for word in (flag, budget)))
@@ -650,7 +680,6 @@ def test_AMixtureHasOneSpecForFusedTensors(tmp_path, quantctl, weights, flag,
         said = quantctl("quantize", MODEL, "-o", out, "--layout",
                         "compressed-tensors", "--no-store", "--spec",
                         f"@{tmp_path / f'mixture-{budget}.txt'}")
-        assert "vLLM fuses" not in said
         # What was measured is what is written.
         back = rules.Folder(out, fuses=False)
         for name, row in zip(chosen, found):
@@ -658,12 +687,14 @@ def test_AMixtureHasOneSpecForFusedTensors(tmp_path, quantctl, weights, flag,
                 row["sqnr_db"], abs=1e-3)
 
 
-def test_WhatIsMeasuredHasTheScalesOfFusedTensors(tmp_path, quantctl):
+@pytest.mark.parametrize("spec", ["nvfp4", "float8_e4m3fn:per-tensor"])
+def test_WhatIsMeasuredHasTheScalesOfFusedTensors(tmp_path, quantctl, weights,
+                                                  spec):
     def measured(*command):
         rows = quantctl(*command, "--json")["tensors"]
         return {row["name"]: row["candidates"][0]["sqnr_db"] for row in rows}
 
-    flags = ("--spec", "nvfp4", "--include", "*attention*_proj.weight")
+    flags = ("--spec", spec, "--include", "*attention*_proj.weight")
     done = quantctl("quantize", MODEL, "-o", tmp_path / "x.safetensors",
                     "--no-store", "--evaluate", *flags, "--json")
     written = {row["name"]: row["sqnr_db"] for row in done["tensors"]
@@ -673,10 +704,17 @@ def test_WhatIsMeasuredHasTheScalesOfFusedTensors(tmp_path, quantctl):
     for command in ("sweep", "evaluate"):
         assert measured(command, MODEL, *flags) == pytest.approx(written, 1e-9)
         assert measured(command, MODEL, *flags, "--no-ties") == alone
-    for command in (("sweep", MODEL), ("evaluate", MODEL)):
-        said = quantctl(*command, "--spec", "int8", "--tie",
-                        "{layer}.{q,k}_proj.weight", code=2)
-        assert "one outer scale, such as nvfp4, with --tie" in said
+    said = quantctl("evaluate", MODEL, "--spec", "int8", "--tie",
+                    "{layer}.{q,k}_proj.weight", code=2)
+    assert "such as float8_e4m3fn, with --tie" in said
+    if spec != "nvfp4":
+        tensors = rules.read_tensors(tmp_path / "x.safetensors")
+        for layer in range(3):
+            names = [f"layers.{layer}.attention.{which}_proj.weight"
+                     for which in "qkv"]
+            largest = max(np.abs(weights[name]).max() for name in names)
+            for name in names:
+                assert tensors[name + ".scale"] == np.float32(largest) / 448
     said = quantctl("evaluate", MODEL, "--reference", MODEL, "--no-ties",
                     code=2)
     assert "with specs, got --reference" in said
@@ -737,7 +775,8 @@ def test_PartsOfOtherActivationsDoNotJoin(tmp_path, quantctl, client):
     said = quantctl("quantize", source, "-o", out, *flags, "--join", code=4)
     assert "or with other stored encodings or statistics" in said
     said = quantctl("quantize", source, "-o", out, *flags, "--exclude", "*up*",
-                    "--ignore", "*v_proj", "--part", "0/1", code=4)
+                    "--ignore", "*v_proj", "--no-ties", "--part", "0/1",
+                    code=4)
     assert "--activations, --kv-cache, --ignore, " in said
 
 

@@ -1,7 +1,9 @@
 #include "core/statistics/statistics_state.h"
 
 #include <atomic>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -93,6 +95,22 @@ StatisticsState MakeSliceState(const LayoutCase& layout_case,
                                 reals.data() + first * sizeof(float), nullptr);
       });
   return state;
+}
+
+TEST(StatisticsStateTest, WithoutAFiniteElementIsIncomplete) {
+  const BlockLayout layout = *BlockLayout::Create({4}, {});
+  StatisticsState state{{}, {4}, TensorStatistics(1, 3)};
+  EXPECT_EQ(ErrorReason(CheckComplete(state)), "STATISTICS_INCOMPLETE");
+  const auto add = [&](std::vector<float> values) {
+    state.statistics.Update(layout, ElementType::kFloat32, 0, 4,
+                            reinterpret_cast<const uint8_t*>(values.data()),
+                            nullptr);
+  };
+  const float infinity = std::numeric_limits<float>::infinity();
+  add({std::nanf(""), infinity, -infinity, infinity});
+  EXPECT_EQ(ErrorReason(CheckComplete(state)), "STATISTICS_INCOMPLETE");
+  add({0, infinity, infinity, infinity});
+  EXPECT_TRUE(CheckComplete(state).ok());
 }
 
 TEST(StatisticsStateTest, SlicesAddToTheWhole) {

@@ -11,6 +11,7 @@ import base64
 import datetime
 import hashlib
 import itertools
+import json
 import os
 import secrets
 import socket
@@ -251,6 +252,60 @@ class AccessCase(unittest.TestCase):
                                        arguments_))
         self.addCleanup(channel.close)
         return Stubs(channel, token, scheme)
+
+
+class LogTest(AccessCase):
+
+    def test_what_is_deleted_and_denied_is_logged_with_who_asked(self):
+        self.write_access(token_line("ops", "of-ops"),
+                          token_line("job", "of-job", "read,quantize",
+                                     "acme/"))
+        server = self.serve("--access-file", self.access_path,
+                            "--log-format=json")
+        channel = grpc.insecure_channel(server.address)
+        self.addCleanup(channel.close)
+        stub = es_grpc.EncodingServiceStub(channel)
+
+        def call(rpc, request, token):
+            try:
+                getattr(stub, rpc)(request, timeout=live_server.PATIENCE_S,
+                                   metadata=[
+                                       ("authorization", f"Bearer {token}"),
+                                       ("x-request-id", f"id of {rpc}")])
+            except grpc.RpcError as error:
+                return error.code().name
+            return "OK"
+
+        name = te.TensorName(model="acme/m", revision="draft", tensor="w")
+        put = es.PutEncodingRequest(name=name, encoding=en.Encoding(
+            format=en.NUMBER_FORMAT_INT8, scale=[1]))
+        publish = es.PublishRevisionRequest(
+            model="acme/m", source_revision="draft", revision="v1")
+        self.assertEqual(call("PutEncoding", put, "of-ops"), "OK")
+        self.assertEqual(call("PublishRevision", publish, "of-ops"), "OK")
+        remove = es.DeleteRevisionRequest(model="acme/m", revision="v1")
+        self.assertEqual(call("DeleteRevision", remove, "of-job"), DENIED)
+        self.assertEqual(call("DeleteRevision", remove, "unknown"),
+                         "UNAUTHENTICATED")
+        self.assertEqual(call("DeleteRevision", remove, "of-ops"), "OK")
+        server.stop()
+        lines = [json.loads(line) for line in server.log().splitlines()]
+        told = [{key: line.get(key, "") for key in
+                 ("level", "message", "rpc", "reason", "model", "revision",
+                  "caller", "address", "request_id")}
+                for line in lines if "rpc" in line]
+        expected = [
+            ("info", "a revision was published", "PublishRevision", "",
+             "acme/m", "v1", "ops"),
+            ("warning", "a call was denied", "DeleteRevision",
+             "SCOPE_MISSING", "", "", "job"),
+            ("warning", "a call was denied", "DeleteRevision",
+             "TOKEN_INVALID", "", "", ""),
+            ("info", "a revision was deleted", "DeleteRevision", "",
+             "acme/m", "v1", "ops")]
+        self.assertEqual([tuple(line.values()) for line in told], [
+            (*fields, "ipv4:127.0.0.1", f"id of {fields[2]}")
+            for fields in expected])
 
 
 class RpcsTest(AccessCase):

@@ -665,7 +665,10 @@ class OnnxTest(InterchangeCase):
                 stdout=subprocess.DEVNULL)
 
     def parameters(self, tensor):
-        encoding = self.encoding("digits", tensor)
+        return self.parameters_of("digits", tensor)
+
+    def parameters_of(self, model, tensor):
+        encoding = self.encoding(model, tensor)
         scale = np.array(encoding["scale"], np.float32)
         zero = np.array(encoding.get("zero_point", [0] * len(scale)),
                         np.float32)
@@ -810,6 +813,74 @@ class OnnxTest(InterchangeCase):
             images["images"], "all").values() if value.shape == (500, 10))
         right = int((logits.argmax(1) == images["labels"]).sum())
         self.assertGreaterEqual(right, 486)
+
+    @unittest.skipIf(torch is None, "torch is not installed")
+    def test_AFoldedWeightGetsScalesOfItsOwn(self):
+        torch.manual_seed(5)
+        net = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
+            torch.nn.Conv2d(8, 8, 3)).eval()
+        net[1].weight.data = torch.linspace(0.1, 15, 8)
+        net[1].running_var.data.fill_(0.9)
+        self.export_torch(net, torch.zeros(2, 3, 9, 9))
+        graph = onnx.load(self.path("model.onnx")).graph
+        folded = {i.name: numpy_helper.to_array(i) for i in graph.initializer}
+        _, place, bias = graph.node[0].input
+        x = torch.rand(4, 3, 9, 9)
+        tensors = {"0.input": x, "0.weight": net[0].weight.detach(),
+                   "3.weight": net[3].weight.detach()}
+        write_safetensors(self.path("t"), {
+            name: ("F32", list(value.shape), value.numpy().tobytes())
+            for name, value in tensors.items()})
+
+        def export(spec, **options):
+            self.run_quantctl("calibrate", self.path("t"), "--model", "folded",
+                              "--spec", "*.weight=" + spec, "--spec",
+                              "*.input=uint8", "--force-statistics")
+            return self.json("export", "--model", "folded", "--onnx",
+                             self.path("model.onnx"), "-o",
+                             self.path("qdq.onnx"), "--force", **options)
+
+        report = export("int8:per-channel")
+        ((told, text, left_out),) = [
+            (loss["tensor"], loss["what"], loss["left_out"])
+            for loss in report["losses"]]
+        self.assertEqual((told, left_out), ("0.weight", False))
+        self.assertRegex(text, "up to 15.8 times .* computed again")
+        self.assertEqual((report["weight_count"], report["bias_count"]), (2, 1))
+        initializers = {i.name: numpy_helper.to_array(i) for i in onnx.load(
+            self.path("qdq.onnx")).graph.initializer}
+        scale = np.abs(folded[place]).max((1, 2, 3)) / np.float32(127)
+        np.testing.assert_array_equal(initializers[place + "_scale"], scale)
+        np.testing.assert_array_equal(
+            initializers[place + "_quantized"],
+            np.rint(folded[place] / scale[:, None, None, None]))
+        # The bias has the product of the new scale and that of the input.
+        np.testing.assert_array_equal(
+            initializers[bias + "_scale"],
+            scale * self.parameters_of("folded", "0.input")[0])
+
+        for spec in ("int8:per-channel:mse", "int8:percentile=99.9%"):
+            report = export(spec, code=1)
+            (loss,) = report["losses"]
+            self.assertEqual((loss["tensor"], loss["left_out"]),
+                             ("0.weight", True))
+            self.assertIn("computed from another weight", loss["what"])
+            self.assertEqual(report["weight_count"], 1)
+
+    def test_EveryMethodFitsTheWeightThatItWasComputedFrom(self):
+        self.write_digits(self.path("model.onnx"), 21)
+        for spec in ("int8:per-channel:mse", "int8:percentile=99.9%",
+                     "int8:entropy", "int4:group:32:mse", "uint8",
+                     "int8:sqnr", "float8_e4m3fn:per-channel"):
+            with self.subTest(spec=spec):
+                self.calibrate("methods", "--spec", "fc*=" + spec)
+                report = self.json("export", "--model", "methods", "--onnx",
+                                   self.path("model.onnx"), "-o",
+                                   self.path("qdq.onnx"), "--force",
+                                   "--include", "fc*")
+                self.assertEqual((report["weight_count"], report["losses"]),
+                                 (2, []))
 
     @unittest.skipIf(torch is None, "torch is not installed")
     def test_FactorsThatTorchTransposedAreFound(self):

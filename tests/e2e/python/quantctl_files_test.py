@@ -22,6 +22,7 @@ import unittest
 
 import live_server
 from quantctl_case import QuantctlCase, read_safetensors, write_safetensors
+from relay import Relay
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--quantd", required=True)
@@ -268,7 +269,7 @@ class WhatIsThereTest(FilesCase):
         write_model(self.path("model"), layers=4, shards=3,
                     config={"model_type": "test"})
         quantize = ("quantize", self.path("model"), "-o", self.path("out"),
-                    "--layout", "pack-quantized")
+                    "--layout", "pack-quantized", "--no-ties")
         self.run_quantctl(*quantize, "--spec", "int4:group:16", "--include",
                           "*q_proj.weight")
         shard = self.path("model/model-00002-of-00003.safetensors")
@@ -290,7 +291,7 @@ class WhatIsThereTest(FilesCase):
         self.assertIn("1 of 3 shards kept", self.run_quantctl(*force).stdout)
         self.run_quantctl("quantize", self.path("model"), "-o",
                           self.path("whole"), "--layout", "pack-quantized",
-                          "--spec", "int8:per-channel")
+                          "--no-ties", "--spec", "int8:per-channel")
         self.assertEqual(self.digests("out"), self.digests("whole"))
 
     def test_NamesSayWhatIsWritten(self):
@@ -1030,6 +1031,48 @@ class StoringTest(FilesCase):
                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                        env=self.environment)
         self.assertEqual(revisions(), ["main"])
+
+
+class ChangedInputTest(FilesCase):
+
+    def changed_when(self, rpc, change, *command):
+        """What quantctl prints when the input is changed as such a call
+        comes; the output must not be there."""
+        path, output = self.path("x.safetensors"), self.path("out.safetensors")
+        write_safetensors(path, {
+            f"{name}.weight": ("F32", [2304, 4096], bytes(4 * 2304 * 4096))
+            for name in "ab"})
+        with Relay(self.server.address) as relay:
+            relay.before[rpc] = lambda context: change(path)
+            result = subprocess.run(
+                [self.quantctl, "--server", relay.address, *command, path,
+                 *(("-o", output) if command[0] == "quantize" else ())],
+                check=False, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                env=self.environment, encoding="utf-8",
+                timeout=live_server.PATIENCE_S)
+        self.assertEqual(result.returncode, FILE_ERROR, result.stderr)
+        self.assertFalse(os.path.exists(output))
+        self.assertEqual(result.stderr.count("FILE_CHANGED"), 1)
+        self.assertIn(path, result.stderr)
+        self.assertNotIn("UNREACHABLE", result.stderr)
+
+    def test_AFileThatIsCutShortIsOneError(self):
+        for spec in ("int8", "nvfp4", "int4:group:32"):
+            with self.subTest(spec=spec):
+                self.changed_when("Quantize",
+                                  lambda path: os.truncate(path, 4096),
+                                  "quantize", "--no-store", "--spec", spec)
+
+    def test_AFileThatIsRewrittenInItsPlaceIsAnError(self):
+        def rewrite(path):
+            with open(path, "r+b") as file:
+                file.seek(-4, os.SEEK_END)
+                file.write(b"abcd")
+
+        self.changed_when("Quantize", rewrite, "quantize", "--no-store",
+                          "--spec", "int8")
+        self.changed_when("Evaluate", rewrite, "evaluate", "--spec", "int8")
+        self.changed_when("Calibrate", rewrite, "calibrate", "--no-store")
 
 
 class TypesTest(FilesCase):

@@ -75,6 +75,14 @@ TEST(ScaleCheckerTest, CountsTheScalesThatCome) {
   EXPECT_EQ(core::ErrorReason(checker->Check(Chunk(6, {7}))), "SCALE_COUNT");
 }
 
+// What is stored without scales could not be read.
+TEST(ScaleCheckerTest, NoScalesAreRefused) {
+  v1::Encoding outline = Outline();
+  outline.set_scale_shape(0, 0);
+  EXPECT_EQ(ErrorOf(ScaleChecker::Create(outline).status()),
+            "BLOCK_SIZE_INVALID scale_shape");
+}
+
 TEST(ScaleCheckerTest, AnyNumberWillDoWhereTheShapeIsNotKnown) {
   v1::Encoding outline = Outline();
   outline.clear_scale_shape();

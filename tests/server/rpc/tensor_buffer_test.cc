@@ -4,6 +4,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
 #include "core/statistics/histogram.h"
@@ -69,9 +72,23 @@ TEST_F(TensorBufferTest, ChargesBlocksAsTheyCome) {
 }
 
 TEST_F(TensorBufferTest, SaysWhereThereIsNoRoom) {
-  TensorBuffer buffer(env_, 8 * kBlock);
-  EXPECT_EQ(core::ErrorReason(buffer.Reserve(5 * kBlock)), "MEMORY_BUDGET");
+  absl::StatusOr<MemoryBudget::Lease> other = budget_.Acquire(kBlock, "wait");
+  ASSERT_TRUE(other.ok()) << other.status();
+  TensorBuffer buffer(env_, 4 * kBlock);
+  EXPECT_TRUE(buffer.Reserve(3 * kBlock).ok());
+  const absl::Status status = buffer.Reserve(4 * kBlock);
+  EXPECT_EQ(core::ErrorReason(status), "MEMORY_BUDGET");
+  EXPECT_GT(core::ErrorRetryAfter(status), absl::ZeroDuration());
+  other->Release();
   EXPECT_TRUE(buffer.Reserve(4 * kBlock).ok());
+}
+
+TEST_F(TensorBufferTest, TakesNothingOfATensorThatNeverFits) {
+  TensorBuffer buffer(env_, 4 * kBlock + 1);
+  const absl::Status status = buffer.Reserve(1);
+  EXPECT_EQ(core::ErrorReason(status), "MEMORY_BUDGET");
+  EXPECT_EQ(core::ErrorRetryAfter(status), absl::ZeroDuration());
+  EXPECT_EQ(budget_.used_bytes(), 0);
 }
 
 TEST_F(TensorBufferTest, HoldsTheElementsOfItsTensor) {

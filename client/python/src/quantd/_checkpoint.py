@@ -145,7 +145,7 @@ def document(folder: str, name: str) -> dict[str, Any]:
     try:
         with open(os.path.join(folder, name), encoding="utf-8") as file:
             found = json.load(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -155,8 +155,8 @@ def _config_of(path: str) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for name in _CONFIGS:
         config.update(document(folder, name))
-    found = document(folder, "config.json").get("quantization_config")
-    config.update(found if isinstance(found, dict) else {})
+    config.update(_compressed.quantization_in(
+        document(folder, "config.json"))[1])
     if "quantization" in document(folder, "hf_quant_config.json"):
         config.setdefault("quant_method", "modelopt")
     return config
@@ -194,6 +194,11 @@ class _Reader:
         # modules have other bits and groups than these.
         self._is_mixed = any(isinstance(config.get(key), dict) and config[key]
                              for key in ("dynamic", "extra_config"))
+        # Then one without them is not what it stands for.
+        self._has_scaled_floats = any(
+            tensor.dtype in ("F8_E4M3", "F8_E5M2") and (
+                name + "_scale" in tensors or name + "_scale_inv" in tensors)
+            for name, tensor in tensors.items())
         block = config.get("weight_block_size")
         self._block = (block[0], block[1]) if isinstance(block, list) and (
             [type(size) for size in block] == [int, int]) else (128, 128)
@@ -257,6 +262,18 @@ class _Reader:
                   ) -> errors.QuantdError:
         return self._malformed(name, f"expected {what}, got {_told(got)}")
 
+    def _scales(self, name: str, scale: FileTensor) -> Array:
+        """As float32. Raises: FILE_MALFORMED for one that is negative or not
+        finite."""
+        found = _reals(scale)
+        wrong = np.flatnonzero(~((found >= 0) & np.isfinite(found)))
+        if wrong.size:
+            raise self._malformed(
+                name, "expected finite scales of at least 0, got "
+                f"{found.ravel()[wrong[0]]} for scale {wrong[0]} of "
+                f"{scale.name}")
+        return found
+
     def _parts(self, name: str, *tensors: Optional[FileTensor]) -> list[str]:
         """With what the module has for activations."""
         names = [tensor.name for tensor in tensors if tensor is not None]
@@ -276,7 +293,14 @@ class _Reader:
                 name, f"expected {name}_scale_inv or _scale, got both")
         scale = find(name + "_scale_inv") or find(name + "_scale")
         if scale is None:
-            if not self.method or not name.endswith(".weight"):
+            if not self.method and self._has_scaled_floats:
+                # It is not what it stands for.
+                return None
+            if not self.method:
+                # The codes are the numbers themselves.
+                return Part(name, codes.shape, self._parts(name, codes),
+                            lambda: _TABLES[codes.dtype][codes.bytes()])
+            if not name.endswith(".weight"):
                 return None
             raise self._malformed(
                 name, f"expected {name}_scale_inv or _scale, got none")
@@ -296,7 +320,7 @@ class _Reader:
             if zeros is not None:
                 values = values - expand(zeros.array().astype(np.float32))
             assert scale is not None
-            reals: Array = values * expand(_reals(scale))
+            reals: Array = values * expand(self._scales(name, scale))
             return reals
 
         return Part(name, codes.shape, self._parts(name, codes, scale, beside),
@@ -382,10 +406,10 @@ class _Reader:
                                  outer)
 
         def decode() -> Array:
-            scales = _reals(scale)
+            scales = self._scales(name, scale)
             if group == 16 and outer is not None:
                 scales = scales.reshape(matrices, math.prod(
-                    expected[-2:])) * outer.array().reshape(-1, 1)
+                    expected[-2:])) * self._scales(name, outer).reshape(-1, 1)
             each = scales.reshape(expected).repeat(group, -1)
             reals: Array = _nibbles(codes) * each[..., :shape[-1]]
             return reals
@@ -404,7 +428,8 @@ class _Reader:
 
         def decode() -> Array:
             assert scale is not None
-            reals: Array = _nibbles(blocks) * _reals(scale)[..., None]
+            reals: Array = _nibbles(blocks) * self._scales(
+                name, scale)[..., None]
             reals = reals.reshape(shape)
             return reals.swapaxes(-1, -2) if separator == "_" else reals
 
@@ -469,7 +494,7 @@ class _Reader:
                 values = _unpack(np.ascontiguousarray(codes.array().T), bits,
                                  inputs, False)
             reals: Array = (values - offsets.T[:, groups]).astype(np.float32)
-            reals *= _reals(scale).T[:, groups]
+            reals *= self._scales(name, scale).T[:, groups]
             return reals
 
         return Part(name, (outputs, inputs),
@@ -532,6 +557,9 @@ class _Reader:
         if order.dtype != "I32" or order.shape != (inputs,):
             raise self._expected(name, f"{order.name} of I32 [{inputs}]", order)
         found = order.array()
+        if count > 1 and not found.any():
+            # What it was allocated with.
+            return np.arange(inputs) // size
         wrong = found[(found < 0) | (found >= count)]
         if wrong.size:
             raise self._malformed(

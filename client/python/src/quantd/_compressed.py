@@ -28,6 +28,23 @@ _SUFFIXES = (".weight", ".weight_packed", ".weight_scale",
 _CACHE_SCALES = {".k_proj": ".k_scale", ".v_proj": ".v_scale"}
 
 
+_SECTIONS = ("quantization_config", "compression_config")
+# Where a config.json has that of a language model.
+_MODELS = ("text_config", "llm_config", "language_config")
+
+
+def quantization_in(document: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The section of a config.json that says how the model is quantized, and
+    its name: of the document, or else of the language model in it. Empty where
+    there is none."""
+    for place in (document, *map(document.get, _MODELS)):
+        for key in _SECTIONS:
+            found = place.get(key) if isinstance(place, dict) else None
+            if isinstance(found, dict):
+                return key, found
+    return "", {}
+
+
 def method_of(folder: str) -> str:
     """What config.json says of how a model is quantized, empty where nothing.
 
@@ -36,13 +53,12 @@ def method_of(folder: str) -> str:
     path = os.path.join(folder, "config.json")
     if not os.path.exists(path):
         return ""
-    document = _files.read_json(path)
-    for key in ("quantization_config", "compression_config"):
-        config = document.get(key)
-        if isinstance(config, dict):
-            method = config.get("quant_method")
-            return method if isinstance(method, str) else key
-    return ""
+    key, config = quantization_in(_files.read_json(path))
+    method = config.get("quant_method")
+    if method is None and key == "compression_config":
+        # Its own.
+        return "compressed-tensors"
+    return method if isinstance(method, str) else key
 
 
 class Model:
@@ -56,12 +72,13 @@ class Model:
         self._metadata = metadata
         document = _files.read_json(os.path.join(folder, "config.json"))
         self._element_type = next(
-            (document[key] for key in ("dtype", "torch_dtype")
-             if document.get(key) in ELEMENT_DTYPES), None)
+            (place[key] for place in (document, *map(document.get, _MODELS))
+             if isinstance(place, dict) for key in ("dtype", "torch_dtype")
+             if place.get(key) in ELEMENT_DTYPES), None)
         end = len(".weight_scale")
         modules = [name[:-end] for name in tensors
                    if name.endswith(".weight_scale")]
-        config = document.get("quantization_config") or {}
+        _, config = quantization_in(document)
         self._has_cache = bool(config.get("kv_cache_scheme"))
         self._schemes = _match(config, modules, self._path)
         for module in modules:
@@ -121,6 +138,7 @@ class Model:
         scale = self._tensors[name + "_scale"]
         if (plain is None) == (packed is None):
             raise self._malformed(module, "expected weight or weight_packed")
+        self._check_matrix(module, plain, packed, scale)
         format_name = self.format_of(name)
         fields: dict[str, Any] = {}
         shape = self.shape_of(name)
@@ -157,6 +175,21 @@ class Model:
         return _layout.loaded(
             name, _layout.as_codes(codes, format_name, shape), encoding, shape,
             self._type_of(name, scale, format_name))
+
+    def _check_matrix(self, module: str, plain: Optional[FileTensor],
+                      packed: Optional[FileTensor], scale: FileTensor) -> None:
+        """Experts in one tensor have a dimension more, and a scale for each of
+        their rows."""
+        if packed is not None:
+            is_stack = len(packed.shape) == 3
+        else:
+            assert plain is not None
+            is_stack = len(plain.shape) == len(scale.shape) == 3 and (
+                scale.shape[1] > 1)
+        if is_stack:
+            raise _files.unsupported(
+                self._path, f"module {module!r}: expected a matrix for each "
+                "expert, got all experts in a tensor of three dimensions")
 
     def _malformed(self, module: str, what: str) -> errors.QuantdError:
         return _files.malformed(self._path, f"module {module!r}: {what}")
@@ -256,8 +289,9 @@ class Model:
                 "column of a matrix in groups")
         groups = found.array()
         wrong = groups[(groups < 0) | (groups >= dims[1])]
-        if (groups == -1).any() or np.array_equal(
-                groups, np.arange(shape[1]) // block[1]):
+        # Zeros beside several groups are what nobody set.
+        if (groups == -1).any() or (dims[1] > 1 and not groups.any()) or (
+                np.array_equal(groups, np.arange(shape[1]) // block[1])):
             return None
         if wrong.size:
             raise self._malformed(

@@ -13,6 +13,7 @@ import stat
 import struct
 import tempfile
 import threading
+import tokenize
 from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
 
 import grpc
@@ -36,8 +37,15 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "I16": np.dtype("<i2"), "U16": np.dtype("<u2"), "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"), "I32": np.dtype("<i4"), "U32": np.dtype("<u4"),
     "F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "I64": np.dtype("<i8"),
-    "U64": np.dtype("<u8"),
+    "U64": np.dtype("<u8"), "C64": np.dtype("<c8"),
+    # Elements below a byte, without gaps.
+    "F4": np.dtype(np.uint8), "F6_E2M3": np.dtype(np.uint8),
+    "F6_E3M2": np.dtype(np.uint8),
 }
+_PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+# Of .npy files.
+_NUMPY_DTYPES = {dtype: name for name, dtype in DTYPES.items()
+                 if name[:2] not in ("F4", "F6", "F8", "BF", "C6")}
 # Of scales: powers of two, 2^(byte - 127).
 POWERS = ("U8", "F8_E8M0")
 # Of those that quantd quantizes.
@@ -97,8 +105,10 @@ def incomplete(path: str, what: str) -> errors.QuantdError:
 
 
 def size_of(dtype: str, shape: Iterable[int]) -> int:
-    """Bytes of a tensor."""
-    return math.prod(shape) * DTYPES[dtype].itemsize
+    """Bytes of a tensor; -1 where its elements fill no whole bytes."""
+    bits = _PACKED_BITS.get(dtype, 8 * DTYPES[dtype].itemsize)
+    size, rest = divmod(math.prod(shape) * bits, 8)
+    return -1 if rest else size
 
 
 def read_text(path: str) -> str:
@@ -116,7 +126,7 @@ def read_json(path: str) -> dict[str, Any]:
     """A JSON object. Raises: FILE_UNREADABLE, FILE_MALFORMED."""
     try:
         document = json.loads(read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise malformed(path, f"expected a JSON object: {error}") from error
     if not isinstance(document, dict):
         raise malformed(path, "expected a JSON object")
@@ -162,7 +172,9 @@ class FileTensor:
         return self.data if self.decode is None else self.decode(self.data)
 
     def array(self) -> Array:
-        """Its elements in its shape."""
+        """Its elements in its shape; those below a byte as bytes."""
+        if self.dtype in _PACKED_BITS:
+            return self.bytes()
         return self.bytes().view(DTYPES[self.dtype]).reshape(self.shape)
 
 
@@ -206,6 +218,23 @@ def open_gguf(path: str) -> InputFile:
     return _GgufParser(path).parse()
 
 
+def _check_whole(file: InputFile) -> None:
+    """Raises: FILE_UNSUPPORTED for a GGUF file that is one of several of a
+    model."""
+    numbers = {}
+    for key, pair in file.pairs:
+        # The key with its length, and the type.
+        value = pair[8 + len(key) + 4:].tobytes()
+        if key in (b"split.count", b"split.no") and len(value) <= 8:
+            numbers[key] = int.from_bytes(value, "little")
+    count = numbers.get(b"split.count", 1)
+    if count > 1:
+        raise unsupported(
+            file.path, f"expected a whole model, got file "
+            f"{numbers.get(b'split.no', 0) + 1} of {count}; merge them first, "
+            "as `llama-gguf-split --merge` does")
+
+
 def open_file(path: str) -> InputFile:
     """A safetensors file; .npy and .gguf are known by their names.
 
@@ -214,7 +243,9 @@ def open_file(path: str) -> InputFile:
     if path.endswith(".npy"):
         return _open_npy(path)
     if path.endswith(".gguf"):
-        return open_gguf(path)
+        file = open_gguf(path)
+        _check_whole(file)
+        return file
     return open_safetensors(path)
 
 
@@ -238,7 +269,7 @@ def open_safetensors(path: str) -> InputFile:
     try:
         header = json.loads(data[8:8 + length].tobytes().decode("utf-8"),
                             object_pairs_hook=_unique(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise malformed(path, f"expected a header of JSON: {error}") from error
     if not isinstance(header, dict):
         raise malformed(path, "expected a header that begins with {")
@@ -270,6 +301,8 @@ def _entry(path: str, name: str, entry: Any
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
+        if isinstance(dtype, str) and dtype not in DTYPES:
+            raise unsupported(path, f"tensor {name!r}: unknown dtype {dtype!r}")
         if dtype in DTYPES and all(
                 type(size) is int and size >= 0
                 for size in (*shape, begin, end)):
@@ -285,10 +318,11 @@ def _open_npy(path: str) -> InputFile:
         mapped = np.load(path, mmap_mode="c", allow_pickle=False)
     except OSError as error:
         raise unreadable(path, error) from error
-    except (ValueError, SyntaxError, EOFError) as error:
+    except (ValueError, SyntaxError, EOFError, TypeError, IndexError,
+            RecursionError, MemoryError, tokenize.TokenError) as error:
+        # numpy reads the header as Python.
         raise malformed(path, str(error)) from error
-    dtype = next((name for name, dtype in DTYPES.items()
-                  if dtype == mapped.dtype and not name.startswith("F8")), None)
+    dtype = _NUMPY_DTYPES.get(mapped.dtype)
     if dtype is None or not mapped.flags.c_contiguous:
         raise unsupported(
             path, "expected little-endian booleans, integers or floats of 1 to "
@@ -320,8 +354,12 @@ class _GgufParser:
         count, pairs = self._number("<Q"), self._number("<Q")
         found = [alignment for alignment in
                  (self._recorded_pair() for _ in range(pairs)) if alignment]
-        if len(found) > 1:
-            raise self._malformed("general.alignment occurs twice")
+        keys = [key for key, _ in self._pairs]
+        twice = next((key for key in keys if keys.count(key) > 1), None) if (
+            len(set(keys)) < len(keys)) else None
+        if twice is not None:
+            raise self._malformed(f"{twice.decode('utf-8', 'replace')!r} occurs "
+                                  "twice in the metadata")
         alignment = found[0] if found else GGUF_ALIGNMENT
         entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(count):

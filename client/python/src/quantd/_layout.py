@@ -189,7 +189,7 @@ class _Record:
         self._name = name
         try:
             self._fields = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             self._fields = None
         if not isinstance(self._fields, dict):
             raise self.malformed("the metadata are not an object")

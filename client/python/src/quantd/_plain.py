@@ -135,9 +135,13 @@ def _codes_in(tensors: Mapping[str, FileTensor]) -> Optional[str]:
                 codes = tensors.get(name[:-len(suffix)] + end)
                 if codes is not None and codes.element_type is None:
                     return codes.name
-    for name in tensors:
+    for name, tensor in tensors.items():
         if name.endswith(_OF_CODES) or (
                 name.endswith(".weight_scale") and
                 name[:-len("_scale")] not in tensors):
+            return name
+        # Numbers of eight bits without scales.
+        if name.endswith(".weight") and len(tensor.shape) >= 2 and (
+                tensor.dtype in ("F8_E4M3", "F8_E5M2")):
             return name
     return None

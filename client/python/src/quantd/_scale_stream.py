@@ -79,7 +79,8 @@ def outer_block_size_of(spec: Any, shape: Sequence[int]) -> list[int]:
 
 def wants_chunks(spec: Any, shape: Sequence[int]) -> bool:
     """Whether the scales that a spec comes to are many."""
-    if FORMATS.name(spec.format) not in FORMATS:
+    # Chunks have the scales of elements, so without these there are none.
+    if FORMATS.name(spec.format) not in FORMATS or 0 in shape:
         return False
     return math.prod(
         counts(shape, block_size_of(spec, shape))) > MOST_SCALES_IN_HEADER

@@ -2,6 +2,7 @@
 of one of them for all. As client/models/tie_groups.h."""
 
 import dataclasses
+import math
 import re
 import threading
 from typing import Any, Iterable, Optional, Sequence, Union
@@ -10,11 +11,12 @@ import grpc
 
 from quantd import errors
 from quantd._files import FileTensor
-from quantd._scale_stream import (largest_magnitudes, outer_count,
-                                  scale_type_of)
+from quantd._scale_stream import (block_size_of, counts, largest_magnitudes,
+                                  outer_count, scale_type_of)
 from quantd._specs import Template
-from quantd.encoding import OUTER_SCALE_TYPES
-from quantd.tensor import FORMATS
+from quantd.encoding import OUTER_SCALE_TYPES, EncodingSpec
+from quantd.tensor import FORMATS, format_options
+from quantd.v1 import encoding_pb2
 
 # True: what runtimes fuse, by the usual names; False: none; patterns, such as
 # "{layer}.self_attn.{q,k,v}_proj.weight", come before those of True.
@@ -81,12 +83,24 @@ def _error(text: str, what: str) -> errors.QuantdError:
 
 @dataclasses.dataclass(eq=False)
 class Group:
-    """Tensors that share their outer scale."""
+    """Tensors that share their outer scale, or their only one."""
 
     label: str
     tensors: list[FileTensor]
     _maximum: Optional[float] = None
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def tie(self, spec: EncodingSpec
+            ) -> tuple[EncodingSpec, Optional[list[float]]]:
+        """What makes a tensor of the group share the scale: its spec, and the
+        outer maximum that goes with it."""
+        maximum = self.maximum()
+        if scale_type_of(spec.to_proto()) in OUTER_SCALE_TYPES:
+            return spec, [maximum]
+        if maximum > 0:
+            spec = dataclasses.replace(spec, method="fixed_range",
+                                       range=(-maximum, maximum))
+        return spec, None
 
     def maximum(self) -> float:
         """The largest finite magnitude of all; the first call reads them."""
@@ -210,7 +224,7 @@ class Ties:
                 groups.append(Group(label, [tensor for tensor, _ in found]))
             elif index < len(self._given):
                 raise errors.argument_invalid(
-                    f"{label}: tied tensors share one outer scale; expected "
+                    f"{label}: tied tensors share one scale; expected "
                     f"{obstacle}", "ties")
         return groups
 
@@ -226,12 +240,25 @@ class Ties:
 
 
 def can_share(group: Group, template: Template) -> bool:
-    """Whether the tensors of a group can share the outer scale of a spec."""
+    """Whether the tensors of a group can share a scale of a spec."""
     try:
         return not _obstacle([(tensor, template.of(tensor.shape))
                               for tensor in group.tensors])
     except errors.QuantdError:
         return False
+
+
+def _can_share(spec: Any, shape: Sequence[int]) -> bool:
+    """Whether tensors of this spec and shape can share a scale: the outer one,
+    or that of floats from the extremes."""
+    if scale_type_of(spec) in OUTER_SCALE_TYPES:
+        return outer_count(spec, shape) == 1
+    # A block that happens to be the whole tensor is not meant to be that.
+    return (format_options(FORMATS.name(spec.format)).kind ==
+            encoding_pb2.CODE_KIND_FLOAT and
+            not any(spec.block_size) and not spec.HasField("granularity") and
+            spec.method <= encoding_pb2.CALIBRATION_METHOD_MIN_MAX and
+            math.prod(counts(shape, block_size_of(spec, shape))) == 1)
 
 
 def _different_specs(name: str, spec: Any, other: str, other_spec: Any) -> str:
@@ -241,7 +268,7 @@ def _different_specs(name: str, spec: Any, other: str, other_spec: Any) -> str:
 
 
 def _obstacle(members: Sequence[tuple[FileTensor, Any]]) -> str:
-    """What is wrong with a group that cannot share an outer scale."""
+    """What is wrong with a group that cannot share a scale."""
     first, spec = members[0]
     text = spec.SerializeToString(deterministic=True)
     for tensor, other in members:
@@ -249,7 +276,8 @@ def _obstacle(members: Sequence[tuple[FileTensor, Any]]) -> str:
             return _different_specs(first.name, spec, tensor.name, other)
         if tensor.element_type == "float64":
             return f"F32, F16 or BF16, got F64 for {tensor.name!r}"
-        if outer_count(other, tensor.shape) != 1:
-            return ("a spec with one outer scale, such as nvfp4, got "
+        if not _can_share(other, tensor.shape):
+            return ("a spec with one outer scale, such as nvfp4, or with one "
+                    "scale from the extremes, such as float8_e4m3fn, got "
                     f"{FORMATS.name(other.format)} for {tensor.name!r}")
     return ""

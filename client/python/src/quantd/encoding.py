@@ -341,7 +341,13 @@ def _parse_part(word: str, parameter: str) -> dict[str, object]:
             _METHODS.value(name)
     elif parameter and word == "percentile":
         # 1 - 0.999 is to be 0.001, as it was written.
-        fields["tail_fraction"] = round(1 - float(parameter), 12)
+        is_percent = parameter.endswith("%")
+        kept = float(parameter[:-1]) / 100 if is_percent else float(parameter)
+        if not 0 < kept <= 1:
+            raise errors.argument_invalid(
+                "expected the part that is kept, such as percentile=0.999 or "
+                f"99.9%, got {parameter}")
+        fields["tail_fraction"] = round(1 - kept, 12)
     elif parameter and word in ("mse", "entropy"):
         fields["search_steps"] = int(parameter)
     elif parameter and word == "sqnr":

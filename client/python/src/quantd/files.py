@@ -219,6 +219,7 @@ def save(path: Path,
     if gguf_metadata is not None or gguf_types:
         raise errors.argument_invalid(
             "expected gguf_metadata and gguf_types with a .gguf file", "path")
+    _check_metadata(metadata or {})
     with _files.SafetensorsWriter(path, overwrite) as writer:
         quantized: list[str] = []
         names: set[str] = set()
@@ -233,13 +234,19 @@ def save(path: Path,
                            _dtype_of(array, found or types.get(name)),
                            array.shape, array)
             names.add(name)
-        for key, value in (metadata or {}).items():
-            if key.startswith(_layout.KEY_PREFIX):
-                raise errors.argument_invalid(
-                    f"the key {key!r} is that of a quantized tensor",
-                    "metadata")
-            writer.metadata[key] = value
+        writer.metadata.update(metadata or {})
         return writer.finish()
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise errors.argument_invalid(
+                f"expected metadata of strings, got {value!r} for {key!r}",
+                "metadata")
+        if key.startswith(_layout.KEY_PREFIX):
+            raise errors.argument_invalid(
+                f"the key {key!r} is that of a quantized tensor", "metadata")
 
 
 def _check_name(name: object) -> None:

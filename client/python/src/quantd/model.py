@@ -22,6 +22,7 @@ from quantd._specs import Filter, SpecSet, SpecsLike
 from quantd._tables import ResultList, Tabular
 from quantd._ties import Group, Ties, TiesLike
 from quantd.client import Client
+from quantd.encoding import EncodingSpec
 from quantd.files import Path
 from quantd.results import QuantizedTensor
 from quantd.tensor import TensorName, format_info
@@ -449,7 +450,7 @@ class _Run:
         for shard in self._shards:
             for name, tensor in shard.file.tensors.items():
                 outcome = self._outcomes[name] = _Outcome()
-                if name not in selected:
+                if name not in selected or 0 in tensor.shape:
                     continue
                 try:
                     self._check_names(shard.file, name)
@@ -624,7 +625,7 @@ class _Run:
         it is not all there."""
         try:
             records = json.loads(metadata.get(_TENSORS_KEY, ""))
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         if not isinstance(records, dict) or len(records) != len(tensors):
             return False
@@ -769,12 +770,14 @@ class _Run:
                     os.unlink(path)
 
     def _job(self, tensor: FileTensor) -> QuantizeJob:
-        tied = self._tied.get(tensor.name)
+        spec, outer_maximum = self._spec(tensor), None
+        if tensor.name in self._tied:
+            spec, outer_maximum = self._tied[tensor.name].tie(spec)
         return QuantizeJob(
-            tensor.array(), self._spec(tensor),
+            tensor.array(), spec,
             self._draft_name(tensor.name) if self._store else None,
             self._store, self._nan_policy, element_type=tensor.element_type,
-            outer_maximum=None if tied is None else [tied.maximum()],
+            outer_maximum=outer_maximum,
             rounding=self._inputs.of(tensor.name) if self._inputs else None)
 
     def _find_draft(self) -> None:
@@ -923,6 +926,15 @@ def _method_in(folder: str) -> str:
         return ""
 
 
+def _is_too_large(error: errors.QuantdError, job: QuantizeJob) -> bool:
+    """Whether the server cannot hold the tensor, which it need not where it is
+    given the encoding."""
+    # What else it would hold is not in an encoding.
+    return (error.reason == "MEMORY_BUDGET" and job.outer_maximum is None and
+            job.rounding is None and isinstance(job.source, EncodingSpec) and
+            job.source.importance is None)
+
+
 class _Sender:
     """Quantizes the tensors of one shard on several streams."""
 
@@ -970,8 +982,8 @@ class _Sender:
 
     def _send(self, jobs: Iterator[tuple[int, FileTensor]]) -> None:
         # What is on its way: its place, and where its codes go.
-        pending: collections.deque[tuple[int, FileTensor, int]] = (
-            collections.deque())
+        pending: collections.deque[
+            tuple[int, FileTensor, int, QuantizeJob]] = collections.deque()
 
         def items() -> Iterator[QuantizeJob]:
             while self._fault is None:
@@ -982,13 +994,17 @@ class _Sender:
                 job = self._job(tensor)
                 size = format_info(job.source.format).size_bytes(job.array.size)
                 out, offset = self._writer.reserve(size)
-                pending.append((number, tensor, offset))
-                yield dataclasses.replace(job, out=out)
+                job = dataclasses.replace(job, out=out)
+                pending.append((number, tensor, offset, job))
+                yield job
 
         for result in self._client.quantize_many(items(), on_error="return",
                                                  min_rank=0):
-            number, tensor, offset = pending.popleft()
+            number, tensor, offset, job = pending.popleft()
             outcome = self._outcomes[tensor.name]
+            if (isinstance(result, errors.QuantdError) and
+                    _is_too_large(result, job)):
+                result = self._in_two_passes(job)
             if isinstance(result, errors.QuantdError):
                 if errors.ends_all(result):
                     raise result
@@ -998,7 +1014,24 @@ class _Sender:
                 self._take(number, tensor.name, result, offset, outcome)
             with self._lock:
                 self._progress.add(tensor.size_bytes)
-            del result
+            del result, job
+
+    def _in_two_passes(self, job: QuantizeJob
+                       ) -> Union[QuantizedTensor, errors.QuantdError]:
+        """Calibrates the tensor first, from histograms where the method needs
+        them, and then quantizes it: the server need not hold it then."""
+        spec = job.source
+        assert isinstance(spec, EncodingSpec)
+        try:
+            calibrated = self._client.calibrate(
+                job.array, spec=spec, element_type=job.element_type)
+            return self._client.quantize(
+                job.array, calibrated.encoding, name=job.name,
+                store=bool(job.store),
+                nan_policy=job.nan_policy, out=job.out,
+                element_type=job.element_type)
+        except errors.QuantdError as error:
+            return error
 
     def _take(self, number: int, name: str, result: QuantizedTensor,
               offset: int, outcome: _Outcome) -> None:

@@ -124,8 +124,7 @@ def sweep_model(
         min_sqnr_db: Targets = (), max_size_bytes: Targets = (),
         max_bits_per_element: Targets = (), include: Iterable[str] = (),
         exclude: Iterable[str] = (), min_rank: int = 2, streams: int = 4,
-        ties: TiesLike = True, tie_specs: bool = False,
-        progress: ProgressLike = False,
+        ties: TiesLike = True, progress: ProgressLike = False,
         inputs: Union[str, ModelRounding, None] = None,
         weights: Optional[Mapping[str, float]] = None,
         objective: str = "tensor") -> ModelSweep:
@@ -145,9 +144,8 @@ def sweep_model(
         this many bytes, or bits for each element, of codes and scales.
     include, exclude: patterns of names; min_rank: see Client.quantize_many.
     streams: tensors on their way at once.
-    ties: tensors that share one outer scale; see quantize_model().
-    tie_specs: choose one spec for all tensors of a group of `ties`, as vLLM
-        needs.
+    ties: tensors that share one outer scale, and get one spec in a mixture, as
+        runtimes need that fuse them; see quantize_model().
     progress: see Client.quantize_many.
     inputs: the model whose stored statistics have the Gram matrices of the
         layers' inputs, or a ModelRounding that says which: output_noise as
@@ -194,10 +192,6 @@ def sweep_model(
     tied = [{tensor.name: group for group in groups
              if can_share(group, template) for tensor in group.tensors}
             for template in templates]
-    if not isinstance(ties, bool) and not tie_specs and not any(tied):
-        raise errors.argument_invalid(
-            "expected a spec with one outer scale, such as nvfp4, or "
-            "tie_specs=True", "ties")
     measured = []
     pool = ThreadPoolExecutor(streams)
     try:
@@ -217,7 +211,7 @@ def sweep_model(
                 sorted(candidates, key=_rank)))
             for tensor, candidates in zip(tensors, measured)),
         _totals(tensors, measured),
-        _mixtures(tensors, measured, groups if tie_specs else [], specs,
+        _mixtures(tensors, measured, groups, specs,
                   budgets, client, weights if objective == "output" else None),
         tuple(name for file in files for name in file.unread))
 
@@ -250,7 +244,7 @@ def _measure(tensor: FileTensor, specs: Sequence[Spec],
              client: Client, stored: Optional[StoredInputs]
              ) -> list[MeasuredCandidate]:
     """All specs on a tensor, in their order. tied: of each spec the groups that
-    share its outer scale, by the names of their tensors."""
+    share a scale of it, by the names of their tensors."""
     found: dict[int, MeasuredCandidate] = {}
     wanted: dict[int, EncodingSpec] = {}
 
@@ -267,13 +261,15 @@ def _measure(tensor: FileTensor, specs: Sequence[Spec],
     rounding = None if stored is None else stored.of(tensor.name)
 
     def evaluate(indexes: Sequence[int]) -> None:
+        ties = [tied[index][tensor.name].tie(wanted[index])
+                if tensor.name in tied[index] else (wanted[index], None)
+                for index in indexes]
         metrics = client.evaluate(
-            array, [wanted[index] for index in indexes], encodings=False,
+            array, [spec for spec, _ in ties], encodings=False,
             element_type=tensor.element_type, metrics=_METRICS,
             inputs=None if rounding is None else rounding.inputs,
-            outer_maxima=[
-                tied[index][tensor.name].maximum()
-                if tensor.name in tied[index] else None for index in indexes])
+            outer_maxima=[None if maximum is None else maximum[0]
+                          for _, maximum in ties])
         for index, candidate in zip(indexes, metrics):
             found[index] = MeasuredCandidate(
                 index, specs[index], candidate.overall, candidate.size_bytes,

@@ -1,0 +1,29 @@
+// JSON of files that somebody else wrote.
+
+#ifndef QUANTD_CLIENT_FILES_JSON_H_
+#define QUANTD_CLIENT_FILES_JSON_H_
+
+#include "absl/strings/string_view.h"
+#include "nlohmann/json.hpp"
+
+namespace quantd::files {
+
+// Arrays and objects may be nested as deep as this: code that walks through
+// them calls itself.
+constexpr int kMostJsonDepth = 128;
+
+// Whether arrays and objects of a JSON text are nested deeper than that.
+bool IsTooDeep(absl::string_view text);
+
+// The value of a JSON text; is_discarded() for one that is none, or is nested
+// too deep.
+template <typename Json = nlohmann::ordered_json>
+Json ParseJson(absl::string_view text) {
+  if (IsTooDeep(text)) return Json(Json::value_t::discarded);
+  return Json::parse(text.begin(), text.end(), nullptr,
+                     /*allow_exceptions=*/false);
+}
+
+}  // namespace quantd::files
+
+#endif  // QUANTD_CLIENT_FILES_JSON_H_

@@ -1,0 +1,66 @@
+#include "client/models/model_config.h"
+
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/cpp/tensor.h"
+#include "nlohmann/json.hpp"
+
+namespace quantd {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr const char* kSections[] = {"quantization_config",
+                                     "compression_config"};
+
+// The document and the objects in it that may be a language model's. `Value` is
+// Json or const Json.
+template <typename Value>
+std::vector<Value*> PlacesIn(Value& document) {
+  std::vector<Value*> places;
+  if (!document.is_object()) return places;
+  places.push_back(&document);
+  for (const char* name : {"text_config", "llm_config", "language_config"}) {
+    const auto found = document.find(name);
+    if (found != document.end() && found->is_object()) {
+      places.push_back(&*found);
+    }
+  }
+  return places;
+}
+
+}  // namespace
+
+const Json* FindQuantization(const Json& document, std::string* key) {
+  for (const Json* const place : PlacesIn(document)) {
+    for (const char* name : kSections) {
+      const auto found = place->find(name);
+      if (found == place->end() || !found->is_object()) continue;
+      if (key != nullptr) *key = name;
+      return &*found;
+    }
+  }
+  return nullptr;
+}
+
+void RemoveQuantization(Json* document) {
+  for (Json* const place : PlacesIn(*document)) {
+    for (const char* name : kSections) place->erase(name);
+  }
+}
+
+absl::StatusOr<ElementType> ElementTypeOfModel(const Json& document) {
+  for (const Json* const place : PlacesIn(document)) {
+    for (const char* name : {"dtype", "torch_dtype"}) {
+      const auto found = place->find(name);
+      if (found == place->end() || !found->is_string()) continue;
+      return ParseElementType(found->get<std::string>());
+    }
+  }
+  return absl::NotFoundError("no dtype");
+}
+
+}  // namespace quantd

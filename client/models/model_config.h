@@ -1,0 +1,33 @@
+// What config.json, as Hugging Face has it beside a model, says of how the
+// model is quantized.
+
+#ifndef QUANTD_CLIENT_MODELS_MODEL_CONFIG_H_
+#define QUANTD_CLIENT_MODELS_MODEL_CONFIG_H_
+
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "client/cpp/tensor.h"
+#include "nlohmann/json.hpp"
+
+namespace quantd {
+
+// The section of a config.json that says how the model is quantized, as an
+// object: "quantization_config" or "compression_config" of the document, or
+// else of the language model in it ("text_config", "llm_config",
+// "language_config"). Null if there is none. Sets `key`, if it is not null, to
+// its name.
+const nlohmann::ordered_json* FindQuantization(
+    const nlohmann::ordered_json& document, std::string* key = nullptr);
+
+// Removes all such sections.
+void RemoveQuantization(nlohmann::ordered_json* document);
+
+// The type that the model had before it was quantized, from the document or the
+// language model in it. Errors: NOT_FOUND, ARGUMENT_INVALID for another word.
+absl::StatusOr<ElementType> ElementTypeOfModel(
+    const nlohmann::ordered_json& document);
+
+}  // namespace quantd
+
+#endif  // QUANTD_CLIENT_MODELS_MODEL_CONFIG_H_
