@@ -42,12 +42,12 @@ absl::StatusOr<Json> StrategyOf(const std::vector<int64_t>& scale_shape,
     json["group_size"] = block[1];
     return json;
   }
-  if (count == 1) {
-    json["strategy"] = "tensor";
+  if (block.size() > 0 && block[0] == 1 && scale_shape[0] == count) {
+    json["strategy"] = "channel";
     return json;
   }
-  if (scale_shape[0] == count && block[0] == 1) {
-    json["strategy"] = "channel";
+  if (count == 1) {
+    json["strategy"] = "tensor";
     return json;
   }
   return NotInCompressedTensors(

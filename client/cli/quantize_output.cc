@@ -1,5 +1,7 @@
 #include "client/cli/quantize_output.h"
 
+#include <sys/stat.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -20,6 +22,7 @@
 #include "client/cli/quantize_outcome.h"
 #include "client/cli/quantize_parts.h"
 #include "client/cli/session.h"
+#include "client/cpp/errors.h"
 #include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
 #include "client/cpp/tensor_stream.h"
@@ -94,7 +97,8 @@ class Output {
       status = folder->Clear();
       if (!status.ok()) return status;
     }
-    const absl::StatusOr<uint64_t> size = builder_->Finish();
+    absl::StatusOr<uint64_t> size = builder_->Finish();
+    if (!size.ok()) size = SizeOfSamePart(size.status());
     if (!size.ok()) return size.status();
     shard_.file_bytes = *size;
     shard_.is_written = true;
@@ -102,6 +106,22 @@ class Output {
   }
 
  private:
+  // The size of the file if it has come by another process, which does the same
+  // part; else the error.
+  absl::StatusOr<uint64_t> SizeOfSamePart(const absl::Status& error) const {
+    if (!target_.part.has_value() || ErrorReason(error) != "FILE_EXISTS") {
+      return error;
+    }
+    const absl::StatusOr<files::SafetensorsReader> there =
+        files::SafetensorsReader::Open(target_.path);
+    struct stat status;
+    if (!there.ok() || MetadataOf(*there, kRunKey) != shard_.run ||
+        stat(target_.path.c_str(), &status) != 0) {
+      return error;
+    }
+    return static_cast<uint64_t>(status.st_size);
+  }
+
   // Whether later runs are to know the file.
   bool HasRecords() const {
     return plan_.is_folder || target_.part.has_value();

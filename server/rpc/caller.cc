@@ -177,6 +177,11 @@ absl::Status Authenticator::CheckWrite(const Caller& caller,
   return Report(caller, model, caller.principal->CheckWrite(model));
 }
 
+absl::Status Authenticator::CheckDelete(const Caller& caller,
+                                        absl::string_view model) const {
+  return Report(caller, model, caller.principal->Check(Scope::kAdmin));
+}
+
 absl::Status Authenticator::Report(const Caller& caller,
                                    absl::string_view model,
                                    absl::Status status) const {

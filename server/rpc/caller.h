@@ -66,6 +66,10 @@ class Authenticator {
   absl::Status CheckKnown(const grpc::ServerContextBase& context,
                           const Credential& credential) const;
 
+  // Whether the caller may delete what is stored under that model's names.
+  // Errors: SCOPE_MISSING.
+  absl::Status CheckDelete(const Caller& caller, absl::string_view model) const;
+
   // Whether the caller may store something under that model's names; to be
   // asked before there is work for it.
   // Errors: SCOPE_MISSING, MODEL_DENIED.

@@ -291,6 +291,17 @@ absl::Status PublishRevision(const UnaryContext& context,
             "\" is the source as well, expected another revision")),
         "source_revision");
   }
+  if (!request.keep_others()) {
+    const absl::StatusOr<std::vector<EncodingListEntry>> there =
+        context.caller.encodings->ListEncodings(request.model(), *revision, "",
+                                                1);
+    if (!there.ok()) return there.status();
+    if (!there->empty()) {
+      status = context.env.authenticator->CheckDelete(context.caller,
+                                                      request.model());
+      if (!status.ok()) return core::WithField(status, "keep_others");
+    }
+  }
   const absl::StatusOr<PublishedRevision> published =
       context.caller.encodings->PublishRevision(
           request.model(), request.source_revision(), *revision,

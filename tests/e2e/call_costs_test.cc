@@ -274,7 +274,9 @@ TEST(CallCostsTest, HoldsAnAnswerThatIsNotReadOnlyForSoLong) {
 
 TEST(CallCostsTest, WritesThatHaveJustBegunHoldLittle) {
   constexpr int kCount = 100;
-  TestServer server(Impatient(absl::Hours(1)));
+  server::ServerOptions options = Impatient(absl::Hours(1));
+  options.limits.memory_budget_bytes = kCount * (64 << 10);
+  TestServer server(std::move(options));
   v1::WriteEncodingRequest request;
   request.mutable_name()->set_model("m");
   v1::Encoding* const encoding = request.mutable_encoding();
@@ -290,12 +292,14 @@ TEST(CallCostsTest, WritesThatHaveJustBegunHoldLittle) {
         channel, absl::StrCat(kService, "WriteEncoding")));
     ASSERT_TRUE(streams.back()->Write(request.SerializeAsString()));
   }
-  // All have begun where each is charged for something.
+  // There is room for all of them at once.
   EXPECT_TRUE(PollUntil(kLongEnough, [&] {
     return server.server().memory_used_bytes() >= kCount * (16 << 10);
   }));
-  EXPECT_LE(server.server().memory_used_bytes(), kCount * (64 << 10));
-  streams.clear();
+  for (const std::unique_ptr<RawStream>& stream : streams) {
+    stream->WritesDone();
+    EXPECT_THAT(stream->Finish().error_message(), StartsWith("SCALE_COUNT"));
+  }
   EXPECT_TRUE(PollUntil(
       kLongEnough, [&] { return server.server().memory_used_bytes() == 0; }));
 }

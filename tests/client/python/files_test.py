@@ -3,6 +3,7 @@ by quantctl."""
 
 import json
 import os
+import random
 import struct
 import subprocess
 import tracemalloc
@@ -467,3 +468,30 @@ def test_ALargeFileIsNotReadIntoMemory(tmp_path):
         stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.environ[
             "QUANTD_TEST_PACKAGE"]}).stdout.split()
     assert out[0] == "0.0" and int(out[1]) < 64 << 10, out
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("suffix", [".safetensors", ".npy", ".gguf"])
+def test_OfDamagedFilesOnlyErrorsOfTheClientCome(tmp_path, suffix):
+    rng = random.Random(5)
+    path = tmp_path / ("x" + suffix)
+    weight = {"w.weight": np.ones((4, 256), np.float32)}
+    quantd.save(path, weight, **{"gguf_types": {"w.weight": "q4_K"}}
+                if suffix == ".gguf" else {})
+    whole = path.read_bytes()
+    refused = 0
+    for _ in range(1000):
+        damaged = bytearray(whole)
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(min(len(damaged), 300))
+            damaged[at:at + rng.choice((0, 1, 8))] = rng.choice((
+                b"", rng.randbytes(1), b"\xff" * 8, bytes(8),
+                (1 << 62).to_bytes(8, "little"),
+                bytes(rng.choices(b'[](){}:",0123456789L', k=5))))
+        path.write_bytes(damaged)
+        try:
+            loaded = quantd.load(path)
+            assert all(loaded[name] is not None for name in loaded)
+        except quantd.QuantdError:
+            refused += 1
+    assert refused > 500

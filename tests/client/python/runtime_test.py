@@ -223,6 +223,20 @@ def quantized(tmp_path, quantctl, *flags):
     return folder
 
 
+def test_AChannelOfOneRowIsAChannel(tmp_path, quantctl):
+    """As the other layers, of which runtimes take one kind."""
+    source, out = tmp_path / "model.safetensors", tmp_path / "out"
+    row = np.linspace(-1, 1, 64, dtype=np.float32)
+    quantd.save(source, {"a.weight": np.stack([row, row / 2]),
+                         "b.weight": row[None]})
+    quantctl("quantize", source, "-o", out, "--layout", "compressed-tensors",
+             "--no-store", "--spec", "int8:per-channel")
+    (group,) = check_config(out)["config_groups"].values()
+    assert group["weights"]["strategy"] == "channel"
+    tensors = rules.read_tensors(out / "model.safetensors")
+    assert tensors["b.weight_scale"].shape == (1, 1)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_ASchemeRunsAsTheSameArithmetic(tmp_path, quantctl, weights, sequences,
                                         calibrated, plain, scheme):

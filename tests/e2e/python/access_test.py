@@ -146,7 +146,7 @@ class Stubs:
                     scales=en.ScaleChunk(scale=bytes([0, 0, 0, 63]))))),
             "PublishRevision": ("calibrate", True, lambda model: self.call(
                 encodings.PublishRevision, es.PublishRevisionRequest(
-                    model=model, source_revision="draft"))),
+                    model=model, source_revision="draft", keep_others=True))),
             "DeleteRevision": ("admin", False, lambda model: self.call(
                 encodings.DeleteRevision, es.DeleteRevisionRequest(
                     model=model, revision="draft"))),
@@ -340,6 +340,29 @@ class TokenTest(AccessCase):
 
     def as_(self, name):
         return self.stubs(self.server, self.tokens[name])
+
+    def test_publishing_over_others_is_deleting(self):
+        channel = grpc.insecure_channel(self.server.address)
+        self.addCleanup(channel.close)
+        stub = es_grpc.EncodingServiceStub(channel)
+
+        def publish(name, **keywords):
+            metadata = [("authorization", f"Bearer {self.tokens[name]}")]
+            stub.PutEncoding(es.PutEncodingRequest(
+                name=te.TensorName(model="m", revision="draft", tensor="w"),
+                encoding=en.Encoding(format=en.NUMBER_FORMAT_INT8, scale=[1])),
+                             timeout=live_server.PATIENCE_S, metadata=[
+                                 ("authorization",
+                                  f"Bearer {self.tokens['calibrate']}")])
+            return outcome(lambda: stub.PublishRevision(
+                es.PublishRevisionRequest(
+                    model="m", source_revision="draft", **keywords),
+                timeout=live_server.PATIENCE_S, metadata=metadata))[:2]
+
+        self.assertEqual(publish("calibrate"), ("OK", ""))
+        self.assertEqual(publish("calibrate"), (DENIED, "SCOPE_MISSING"))
+        self.assertEqual(publish("calibrate", keep_others=True), ("OK", ""))
+        self.assertEqual(publish("root"), ("OK", ""))
 
     def denied(self, reason):
         return self.server.metric("quantd_access_denied_total", reason=reason)

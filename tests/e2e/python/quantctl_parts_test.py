@@ -263,6 +263,28 @@ class StoredTest(PartsCase):
                                           "c": "NUMBER_FORMAT_INT8"})
         self.assertEqual(self.revisions(), ["main"])
 
+    def test_APartThatIsDoneTwiceAtOnceIsDone(self):
+        self.write_two()
+        part = ("--spec", "int8", "--no-store", "--part", "0/2")
+        seconds = []
+        with Relay(self.server.address) as relay:
+            # All of the second run, before the first has its codes.
+            relay.before["Quantize"] = lambda _: seconds.append(
+                seconds or self.run_quantctl("quantize", self.input, "-o",
+                                             self.path("out"), *part))
+            self.run_quantctl("--server", relay.address, "quantize", self.input,
+                              "-o", self.path("out"), *part)
+        self.assertTrue(seconds)
+        self.run_quantctl("quantize", self.input, "-o", self.path("out"),
+                          *part[:-1], "1/2")
+        self.run_quantctl("quantize", self.input, "-o", self.path("out"),
+                          *part[:-2], "--join")
+        self.run_quantctl("quantize", self.input, "-o", self.path("whole"),
+                          *part[:-2])
+        with open(self.path("out"), "rb") as joined, open(
+                self.path("whole"), "rb") as whole:
+            self.assertEqual(joined.read(), whole.read())
+
     def test_AfterAFailureNothingStaleIsPublished(self):
         a, b = self.write_two()
         run = (a, "-o", self.path("a.out"), "--spec", "int4", "--force")
