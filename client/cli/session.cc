@@ -138,9 +138,7 @@ absl::StatusOr<std::unique_ptr<Client>> Session::Connect(
     const absl::Status unchanged = files::CheckMappedFiles();
     if (!unchanged.ok()) {
       line->Clear();
-      std::fprintf(stderr, "quantctl: %s\n",
-                   std::string(unchanged.message()).c_str());
-      std::_Exit(kFileError);
+      files::EndOverChangedFile(unchanged);
     }
     line->Show(retry);
   };

@@ -19,6 +19,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "client/files/errors.h"
 
@@ -44,6 +45,7 @@ std::string* g_changed ABSL_GUARDED_BY(g_mutex) = nullptr;
 
 const char* g_program = nullptr;
 int g_exit_code = 1;
+std::atomic_flag g_is_ending = ATOMIC_FLAG_INIT;
 
 bool HasChanged(const Mapping& mapping) {
   struct stat now;
@@ -83,6 +85,13 @@ void Write(const char* text) {
       write(STDERR_FILENO, text, std::strlen(text));
 }
 
+// Of threads that find a change at the same time, the first one tells of it;
+// the process ends with that one.
+void BeTheOneThatEnds() {
+  if (!g_is_ending.test_and_set()) return;
+  while (true) pause();
+}
+
 void ExplainBusError(int signal_number, siginfo_t* info, void* /*context*/) {
   const auto* const at = static_cast<const uint8_t*>(info->si_addr);
   for (const Mapping* mapping = g_mappings.load(); mapping != nullptr;
@@ -91,6 +100,7 @@ void ExplainBusError(int signal_number, siginfo_t* info, void* /*context*/) {
     if (data == nullptr || at < data || at >= data + mapping->size.load()) {
       continue;
     }
+    BeTheOneThatEnds();
     Write(g_program);
     Write(": FILE_CHANGED: ");
     Write(mapping->path.c_str());
@@ -165,6 +175,14 @@ absl::Status CheckMappedFiles() {
     }
   }
   return absl::OkStatus();
+}
+
+void EndOverChangedFile(const absl::Status& changed) {
+  BeTheOneThatEnds();
+  const std::string line =
+      absl::StrCat(g_program, ": ", changed.message(), "\n");
+  Write(line.c_str());
+  _exit(g_exit_code);
 }
 
 void ExplainCutFiles(const char* program, int exit_code) {

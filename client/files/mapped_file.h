@@ -50,6 +50,11 @@ absl::Status CheckMappedFiles();
 // FILE_CHANGED. To be called once.
 void ExplainCutFiles(const char* program, int exit_code);
 
+// Ends the process the same way, with what CheckMappedFiles found. To be called
+// after ExplainCutFiles. Thread-safe: one line is written, however many threads
+// find the change.
+[[noreturn]] void EndOverChangedFile(const absl::Status& changed);
+
 }  // namespace quantd::files
 
 #endif  // QUANTD_CLIENT_FILES_MAPPED_FILE_H_

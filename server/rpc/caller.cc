@@ -1,6 +1,5 @@
 #include "server/rpc/caller.h"
 
-#include <cstddef>
 #include <memory>
 #include <string>
 #include <utility>
@@ -25,19 +24,6 @@ namespace {
 
 absl::string_view ToView(grpc::string_ref text) {
   return absl::string_view(text.data(), text.size());
-}
-
-// Of a call of which nothing more is known.
-Caller Unknown(const grpc::ServerContextBase& context) {
-  Caller caller;
-  caller.address = CallerAddress(context.peer());
-  const auto id = context.client_metadata().find("x-request-id");
-  if (id != context.client_metadata().end()) {
-    // A log line is not to be as long as a client likes.
-    constexpr size_t kMostBytes = 128;
-    caller.request_id = std::string(ToView(id->second).substr(0, kMostBytes));
-  }
-  return caller;
 }
 
 // One that is there for as long as the callers are.
@@ -132,44 +118,35 @@ absl::StatusOr<std::shared_ptr<const Principal>> Authenticator::Find(
   return access_->list()->Find(credential, absl::Now());
 }
 
-absl::Status Authenticator::FindFor(
-    const Credential& credential, Rpc rpc,
-    std::shared_ptr<const Principal>* principal) const {
-  absl::StatusOr<std::shared_ptr<const Principal>> found = Find(credential);
-  if (!found.ok()) return found.status();
-  *principal = *std::move(found);
-  return (*principal)->Check(ScopeOf(rpc));
-}
-
 absl::StatusOr<Caller> Authenticator::Authenticate(
     const grpc::CallbackServerContext& context, const Credential& credential,
     Rpc rpc) const {
-  Caller caller = Unknown(context);
+  Caller caller;
   caller.method = RpcNameOf(rpc).method;
-  std::shared_ptr<const Principal> principal = caller.principal;
-  absl::Status status = FindFor(credential, rpc, &principal);
-  caller.principal = principal;
-  if (!status.ok()) return Report(caller, "", std::move(status));
+  caller.context = &context;
   if (regions_ != nullptr) {
     caller.shared_memory = SharedMemoryAccess(regions_, context.peer());
   }
-  Bind(std::move(principal), &caller);
+  absl::Status status = Renew(credential, rpc, &caller);
+  if (!status.ok()) return status;
   return caller;
 }
 
 absl::Status Authenticator::Renew(const Credential& credential, Rpc rpc,
                                   Caller* caller) const {
-  std::shared_ptr<const Principal> principal = caller->principal;
-  absl::Status status = FindFor(credential, rpc, &principal);
-  if (!status.ok()) return Report(*caller, "", std::move(status));
-  if (principal != caller->principal) Bind(std::move(principal), caller);
-  return absl::OkStatus();
+  absl::StatusOr<std::shared_ptr<const Principal>> principal = Find(credential);
+  if (!principal.ok()) return Report(*caller, "", principal.status());
+  if (caller->encodings == nullptr || *principal != caller->principal) {
+    Bind(*std::move(principal), caller);
+  }
+  return Report(*caller, "", caller->principal->Check(ScopeOf(rpc)));
 }
 
 absl::Status Authenticator::CheckKnown(const grpc::ServerContextBase& context,
                                        const Credential& credential) const {
-  absl::Status status = Find(credential).status();
-  return status.ok() ? status : Report(Unknown(context), "", std::move(status));
+  Caller caller;
+  caller.context = &context;
+  return Report(caller, "", Find(credential).status());
 }
 
 absl::Status Authenticator::CheckWrite(const Caller& caller,

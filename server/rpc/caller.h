@@ -22,11 +22,10 @@ namespace quantd::server {
 struct Caller {
   // Never null.
   std::shared_ptr<const Principal> principal = Principal::Unrestricted();
-  // What is called, of RpcRow; from where, see CallerAddress; and what the
-  // client calls it, in x-request-id. For the log.
+  // What is called, of RpcRow.
   absl::string_view method;
-  std::string address;
-  std::string request_id;
+  // Of the call; null in tests.
+  const grpc::ServerContextBase* context = nullptr;
   // To what the caller may name in shared memory.
   SharedMemoryAccess shared_memory;
   // As the caller sees them.
@@ -79,13 +78,10 @@ class Authenticator {
   // Errors: TOKEN_MISSING, TOKEN_INVALID.
   absl::StatusOr<std::shared_ptr<const Principal>> Find(
       const Credential& credential) const;
-  // Sets the caller's principal if the credential has one, whatever that may
-  // do.
-  absl::Status FindFor(const Credential& credential, Rpc rpc,
-                       std::shared_ptr<const Principal>* principal) const;
   // Counts and logs an error.
   absl::Status Report(const Caller& caller, absl::string_view model,
                       absl::Status status) const;
+  // Makes the caller that one, with the stores as that one sees them.
   void Bind(std::shared_ptr<const Principal> principal, Caller* caller) const;
 
   const AccessFile* const access_;

@@ -7,6 +7,7 @@
 #include "client/cpp/tensor.h"
 #include "client/cpp/tensor_stream.h"
 #include "gtest/gtest.h"
+#include "tests/client/cpp/scale_helpers.h"
 
 namespace quantd::internal {
 namespace {
@@ -18,11 +19,9 @@ Tensor MakeTensor(std::vector<int64_t> shape) {
   return tensor;
 }
 
-Encoding MakeEncoding(v1::NumberFormat format,
-                      const std::vector<int64_t>& block_size, int scales) {
-  Encoding encoding;
-  encoding.set_format(format);
-  for (const int64_t size : block_size) encoding.add_block_size(size);
+Encoding EncodingOf(v1::NumberFormat format,
+                    const std::vector<int64_t>& block_size, int scales) {
+  Encoding encoding = MakeEncoding(format, block_size);
   for (int i = 0; i < scales; ++i) encoding.add_scale(1);
   return encoding;
 }
@@ -36,43 +35,40 @@ TEST(AnswerCheckTest, BlocksAreThoseThatTheSpecComesTo) {
   spec.set_format(v1::NUMBER_FORMAT_INT8);
   spec.mutable_granularity()->set_axis(-1);
   const Question per_channel(MakeTensor({4, 6}), spec);
-  EXPECT_EQ(
-      ErrorOf(per_channel, MakeEncoding(v1::NUMBER_FORMAT_INT8, {0, 1}, 6)),
-      "");
-  EXPECT_EQ(
-      ErrorOf(per_channel, MakeEncoding(v1::NUMBER_FORMAT_INT8, {1, 0}, 4)),
-      "RESPONSE_MALFORMED: expected block size [0,1], got [1,0]");
+  EXPECT_EQ(ErrorOf(per_channel, EncodingOf(v1::NUMBER_FORMAT_INT8, {0, 1}, 6)),
+            "");
+  EXPECT_EQ(ErrorOf(per_channel, EncodingOf(v1::NUMBER_FORMAT_INT8, {1, 0}, 4)),
+            "RESPONSE_MALFORMED: expected block size [0,1], got [1,0]");
   spec.mutable_granularity()->set_group_size(3);
   const Question groups(MakeTensor({4, 6}), spec);
-  EXPECT_EQ(ErrorOf(groups, MakeEncoding(v1::NUMBER_FORMAT_INT8, {1, 3}, 8)),
-            "");
+  EXPECT_EQ(ErrorOf(groups, EncodingOf(v1::NUMBER_FORMAT_INT8, {1, 3}, 8)), "");
   // A vector is per tensor.
   EXPECT_EQ(ErrorOf(Question(MakeTensor({6}), spec),
-                    MakeEncoding(v1::NUMBER_FORMAT_INT8, {}, 1)),
+                    EncodingOf(v1::NUMBER_FORMAT_INT8, {}, 1)),
             "");
   EncodingSpec groups_by_default;
   groups_by_default.set_format(v1::NUMBER_FORMAT_NF4);
   const Question by_default(MakeTensor({2, 128}), groups_by_default);
-  EXPECT_EQ(
-      ErrorOf(by_default, MakeEncoding(v1::NUMBER_FORMAT_NF4, {1, 64}, 4)), "");
-  EXPECT_EQ(ErrorOf(by_default, MakeEncoding(v1::NUMBER_FORMAT_NF4, {}, 1)),
+  EXPECT_EQ(ErrorOf(by_default, EncodingOf(v1::NUMBER_FORMAT_NF4, {1, 64}, 4)),
+            "");
+  EXPECT_EQ(ErrorOf(by_default, EncodingOf(v1::NUMBER_FORMAT_NF4, {}, 1)),
             "RESPONSE_MALFORMED: expected block size [1,64], got []");
 }
 
 TEST(AnswerCheckTest, BlocksMayBeSaidInSeveralWays) {
   const Question one(MakeTensor({4, 6}),
-                     MakeEncoding(v1::NUMBER_FORMAT_INT8, {0, 0}, 1));
-  EXPECT_EQ(ErrorOf(one, MakeEncoding(v1::NUMBER_FORMAT_INT8, {}, 1)), "");
-  EXPECT_EQ(ErrorOf(one, MakeEncoding(v1::NUMBER_FORMAT_INT8, {9, 6}, 1)), "");
+                     EncodingOf(v1::NUMBER_FORMAT_INT8, {0, 0}, 1));
+  EXPECT_EQ(ErrorOf(one, EncodingOf(v1::NUMBER_FORMAT_INT8, {}, 1)), "");
+  EXPECT_EQ(ErrorOf(one, EncodingOf(v1::NUMBER_FORMAT_INT8, {9, 6}, 1)), "");
 }
 
 TEST(AnswerCheckTest, TheStoreMayHaveAnyEncoding) {
   const Question question(MakeTensor({4, 6}), v1::EncodingReference());
-  EXPECT_EQ(ErrorOf(question, MakeEncoding(v1::NUMBER_FORMAT_INT4, {1, 0}, 4)),
+  EXPECT_EQ(ErrorOf(question, EncodingOf(v1::NUMBER_FORMAT_INT4, {1, 0}, 4)),
             "");
-  EXPECT_EQ(ErrorOf(question, MakeEncoding(v1::NUMBER_FORMAT_INT4, {1, 0}, 3)),
+  EXPECT_EQ(ErrorOf(question, EncodingOf(v1::NUMBER_FORMAT_INT4, {1, 0}, 3)),
             "RESPONSE_MALFORMED: expected scale of 4 entries, got 3");
-  EXPECT_EQ(ErrorOf(question, MakeEncoding(v1::NUMBER_FORMAT_INT4, {1}, 4))
+  EXPECT_EQ(ErrorOf(question, EncodingOf(v1::NUMBER_FORMAT_INT4, {1}, 4))
                 .substr(0, 18),
             "RESPONSE_MALFORMED");
 }
@@ -80,7 +76,7 @@ TEST(AnswerCheckTest, TheStoreMayHaveAnyEncoding) {
 TEST(AnswerCheckTest, AnUnsignedFormatNeedsToBeAllowed) {
   EncodingSpec spec;
   spec.set_format(v1::NUMBER_FORMAT_INT8);
-  const Encoding encoding = MakeEncoding(v1::NUMBER_FORMAT_UINT8, {}, 1);
+  const Encoding encoding = EncodingOf(v1::NUMBER_FORMAT_UINT8, {}, 1);
   EXPECT_EQ(ErrorOf(Question(MakeTensor({4}), spec), encoding),
             "RESPONSE_MALFORMED: expected format int8, got uint8");
   spec.set_unsigned_if_non_negative(true);
@@ -95,7 +91,7 @@ TEST(AnswerCheckTest, RangesOfPackedCodesAreThoseOfTheirReals) {
   header.mutable_range()->set_begin_bytes(10);
   header.mutable_range()->set_end_bytes(20);
   const Question question(MakeTensor({100}),
-                          MakeEncoding(v1::NUMBER_FORMAT_INT4, {}, 1));
+                          EncodingOf(v1::NUMBER_FORMAT_INT4, {}, 1));
   EXPECT_TRUE(CheckHeader(question, {80, 160}, false, header).ok());
   EXPECT_EQ(CheckHeader(question, {80, 168}, false, header).message(),
             "RESPONSE_MALFORMED: expected bytes [10, 21), got [10, 20)");
@@ -111,7 +107,7 @@ TEST(AnswerCheckTest, RealsAreOfTheTypeThatWasAskedFor) {
   header.set_element_type(v1::ELEMENT_TYPE_FLOAT32);
   header.set_size_bytes(400);
   const Question question(MakeTensor({100}),
-                          MakeEncoding(v1::NUMBER_FORMAT_INT8, {}, 1));
+                          EncodingOf(v1::NUMBER_FORMAT_INT8, {}, 1));
   EXPECT_TRUE(CheckHeader(question, {0, 100}, false, header).ok());
   header.set_size_bytes(800);
   EXPECT_EQ(CheckHeader(question, {0, 100}, false, header).message(),

@@ -6,23 +6,10 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "tests/client/cpp/scale_helpers.h"
 
 namespace quantd::internal::scale_chunks_test {
 namespace {
-
-template <typename T>
-absl::Span<const uint8_t> BytesOf(const std::vector<T>& values) {
-  return {reinterpret_cast<const uint8_t*>(values.data()),
-          values.size() * sizeof(T)};
-}
-
-Encoding MakeEncoding(v1::NumberFormat format,
-                      const std::vector<int64_t>& block_size) {
-  Encoding encoding;
-  encoding.set_format(format);
-  encoding.mutable_block_size()->Assign(block_size.begin(), block_size.end());
-  return encoding;
-}
 
 TEST(ScaleChunksTest, ZeroPointsComeBackFromTheirCodes) {
   const std::vector<int32_t> negative = {-128, -1, 0, 127};

@@ -4,17 +4,10 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "tests/client/cpp/scale_helpers.h"
 
 namespace quantd {
 namespace {
-
-Encoding MakeEncoding(v1::NumberFormat format,
-                      const std::vector<int64_t>& block_size) {
-  Encoding encoding;
-  encoding.set_format(format);
-  encoding.mutable_block_size()->Assign(block_size.begin(), block_size.end());
-  return encoding;
-}
 
 TEST(ScalesTest, ScalesComeBackWithTheSameBits) {
   for (const v1::ScaleType type :

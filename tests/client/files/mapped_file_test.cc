@@ -2,8 +2,13 @@
 
 #include <sys/stat.h>
 
+#include <atomic>
+#include <cstdint>
+#include <filesystem>
 #include <string>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "gmock/gmock.h"
@@ -14,6 +19,7 @@ namespace quantd::files {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::MatchesRegex;
 
 std::string Text(const MappedFile& file) {
   return std::string(file.bytes().begin(), file.bytes().end());
@@ -52,6 +58,33 @@ TEST(MappedFileTest, RefusesWhatIsNoFile) {
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
   EXPECT_THAT(MappedFile::Open(pipe).status().ToString(),
               HasSubstr("expected a regular file"));
+}
+
+// Half of the threads find the change, the others read behind the end. Does not
+// return.
+void ReadWhatIsCut(const std::string& path) {
+  ExplainCutFiles("test", 7);
+  const auto file = MappedFile::Open(path);
+  std::filesystem::resize_file(path, 0);
+  std::atomic<bool> go = false;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 16; ++i) {
+    threads.emplace_back([&file, &go, i] {
+      while (!go) std::this_thread::yield();
+      if (i % 2 == 0) EndOverChangedFile(CheckMappedFiles());
+      volatile uint8_t byte = file->bytes()[0];
+      static_cast<void>(byte);
+    });
+  }
+  go = true;
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST(MappedFileDeathTest, AChangeEndsTheProcessWithOneLine) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory.Write("a", "some bytes");
+  EXPECT_EXIT(ReadWhatIsCut(path), ::testing::ExitedWithCode(7),
+              MatchesRegex("test: FILE_CHANGED: [^\n]+\n"));
 }
 
 }  // namespace
