@@ -414,11 +414,12 @@ absl::Status StoreCorruptError(absl::string_view what,
   return WithDetail(Error<Row("STORE_CORRUPT")>(what), detail);
 }
 
-absl::Status StoreSchemaError(int got_version, int known_version) {
+absl::Status StoreSchemaError(int64_t got_version, int64_t expected_version) {
   return Error<Row("STORE_SCHEMA")>(
       absl::StrCat("the store has schema version ", got_version,
-                   ", this quantd knows versions up to ", known_version,
-                   "; run a newer quantd"));
+                   ", this quantd needs version ", expected_version,
+                   "; run the quantd that wrote it, or start with a new "
+                   "store"));
 }
 
 absl::Status QuotaExceededError(absl::string_view scope, int64_t limit,

@@ -274,8 +274,8 @@ absl::Status StoreUnavailableError(absl::string_view what,
                                    absl::string_view detail = "");
 absl::Status StoreCorruptError(absl::string_view what,
                                absl::string_view detail = "");
-// The store was written by a newer quantd.
-absl::Status StoreSchemaError(int got_version, int known_version);
+// The store was written by another version of quantd.
+absl::Status StoreSchemaError(int64_t got_version, int64_t expected_version);
 // The write would make more of what `scope` counts ("models:acme/") than it may
 // hold. Says nothing of how much others have. `what` is "bytes" or "rows".
 absl::Status QuotaExceededError(absl::string_view scope, int64_t limit,

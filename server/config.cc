@@ -925,7 +925,6 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc,
   bool version = false;
   bool print_config = false;
   bool check_store = false;
-  bool compact_store = false;
   std::string config_path;
   app.add_flag("-h,--help", help, "Print this and end.");
   app.add_flag("--version", version, "Print the version and end.");
@@ -936,11 +935,6 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc,
                "Read all of --store, print a line for each place that is "
                "damaged and a summary, and end: with 0 if nothing is, with 1 "
                "if something is. Others may use the store meanwhile.");
-  app.add_flag("--compact-store", compact_store,
-               "Write the SQLite file of --store anew without what is free in "
-               "it, and end. Once for a file of an older version, while no "
-               "server runs: from then on deleted space comes back by itself. "
-               "Takes as much disk again.");
   app.add_option("--config", config_path,
                  "A file of lines key = \"value\" (TOML); the keys are the "
                  "flags below without dashes in front.")
@@ -1021,8 +1015,6 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc,
     result.text = ShowConfig(flags, config);
   } else if (check_store) {
     result.action = CommandLine::Action::kCheckStore;
-  } else if (compact_store) {
-    result.action = CommandLine::Action::kCompactStore;
   }
   return result;
 }

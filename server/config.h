@@ -64,8 +64,6 @@ struct CommandLine {
     kPrint,
     // Read the store, tell what is damaged and end.
     kCheckStore,
-    // Write the store's file anew without what is free in it, and end.
-    kCompactStore,
   };
 
   Action action{};

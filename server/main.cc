@@ -303,28 +303,6 @@ int Check(const Config& config) {
   return check->damaged == 0 && written ? kExitDrained : kExitFailed;
 }
 
-int Compact(const Config& config) {
-  if (!config.store_url.empty()) {
-    return Fail("cannot compact the store",
-                core::ConfigInvalidError("--compact-store is for SQLite; "
-                                         "PostgreSQL has VACUUM FULL"));
-  }
-  const absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
-      SqliteDatabase::Open(config.store_path);
-  if (!database.ok()) return Fail("cannot open the store", database.status());
-  const absl::StatusOr<DatabaseSize> before = (*database)->Size();
-  if (!before.ok()) return Fail("cannot read the store", before.status());
-  if (absl::Status s = (*database)->Compact(); !s.ok()) {
-    return Fail("cannot compact the store", s);
-  }
-  const absl::StatusOr<DatabaseSize> after = (*database)->Size();
-  if (!after.ok()) return Fail("cannot read the store", after.status());
-  std::printf("%s\n", absl::StrCat(before->size_bytes, " bytes before, ",
-                                   after->size_bytes, " bytes after")
-                          .c_str());
-  return std::fflush(stdout) == 0 ? kExitDrained : kExitFailed;
-}
-
 int Run(int argc, const char* const* argv) {
   const absl::StatusOr<CommandLine> command_line = ParseCommandLine(argc, argv);
   if (!command_line.ok()) {
@@ -343,8 +321,6 @@ int Run(int argc, const char* const* argv) {
   switch (command_line->action) {
     case CommandLine::Action::kCheckStore:
       return Check(command_line->config);
-    case CommandLine::Action::kCompactStore:
-      return Compact(command_line->config);
     default:
       return Serve(*command_line);
   }

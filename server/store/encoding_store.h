@@ -206,10 +206,11 @@ class EncodingStore {
       bool has_zero_points, const Precondition& precondition) = 0;
 
   // Makes the encodings of one revision those of another, all at once. Each
-  // gets a new etag and generation. With `keep_others`, encodings of the target
-  // stay as they are where the source has none of that tensor; otherwise they
-  // are deleted. Durable when it returns. Takes time for the number of
-  // encodings that move, not for their scales.
+  // keeps its etag, and gets a new generation and time, also one that stays.
+  // With `keep_others`, encodings of the target stay where the source has none
+  // of that tensor; otherwise they are deleted. Durable when it returns. Takes
+  // the same time however many there are; with `keep_others`, time for those of
+  // the source or for those that stay, whichever are fewer.
   // Requires: `source` and `target` differ.
   // Errors: REVISION_NOT_FOUND.
   virtual absl::StatusOr<PublishedRevision> PublishRevision(

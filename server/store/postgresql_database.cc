@@ -41,14 +41,12 @@ constexpr absl::Duration kAttemptPause = absl::Milliseconds(250);
 // How long a connection that listens may be silent before it is tried: one that
 // is dead would tell of nothing.
 constexpr absl::Duration kSilence = absl::Milliseconds(500);
-// For bringing the schema up to date.
-constexpr absl::Duration kMigrationTimeout = absl::Minutes(30);
+// For creating the schema.
+constexpr absl::Duration kSchemaTimeout = absl::Minutes(1);
 // Parameters of the longest statement.
-constexpr int kMaxParameters = 16;
-// What the migrations of all replicas lock.
+constexpr int kMaxParameters = 17;
+// Of replicas that start at the same time one creates the schema.
 constexpr char kLockSchema[] = "SELECT pg_advisory_xact_lock(8173829047)";
-
-constexpr char kWaitForTables[] = "SET LOCAL lock_timeout = '1min'";
 
 constexpr char kPostgresqlBegin[] = "BEGIN ISOLATION LEVEL READ COMMITTED";
 constexpr char kPostgresqlCommit[] = "COMMIT";
@@ -57,9 +55,6 @@ constexpr char kLockName[] = "SELECT pg_advisory_xact_lock($1)";
 // A revision, which its tensors share, and one of them.
 constexpr char kLockTensor[] =
     "SELECT pg_advisory_xact_lock_shared($1), pg_advisory_xact_lock($2)";
-// Before rows of many tensors are written, in whatever order: the counts of
-// all models have rows in common.
-constexpr char kManyRows[] = "\nmany rows";
 constexpr char kPostgresqlNextGeneration[] =
     "SELECT nextval('quantd_generations')";
 constexpr char kPostgresqlPing[] = "SELECT 1";
@@ -74,310 +69,249 @@ constexpr char kCreateSchemaTable[] =
     "CREATE TABLE IF NOT EXISTS quantd_schema (version BIGINT NOT NULL)";
 constexpr char kSchemaVersion[] = "SELECT MAX(version) FROM quantd_schema";
 
-// Migration i brings a store from version i to i + 1. Bodies are large and do
-// not compress, so that trying to would be wasted.
-constexpr std::array<const char*, kPostgresqlSchemaVersion> kMigrations = {
-    R"sql(
-      CREATE SEQUENCE quantd_generations;
-      CREATE TABLE encodings (
-        model TEXT COLLATE "C" NOT NULL,
-        revision TEXT COLLATE "C" NOT NULL,
-        tensor TEXT COLLATE "C" NOT NULL,
-        generation BIGINT NOT NULL,
-        update_time_us BIGINT NOT NULL,
-        format BIGINT NOT NULL,
-        scale_count BIGINT NOT NULL,
-        checksum BIGINT NOT NULL,
-        body BYTEA NOT NULL,
-        PRIMARY KEY (model, revision, tensor)
-      );
-      ALTER TABLE encodings ALTER COLUMN body SET STORAGE EXTERNAL;
-      CREATE TABLE statistics (
-        model TEXT COLLATE "C" NOT NULL,
-        revision TEXT COLLATE "C" NOT NULL,
-        tensor TEXT COLLATE "C" NOT NULL,
-        source TEXT COLLATE "C" NOT NULL,
-        sequence BIGINT NOT NULL,
-        update_time_us BIGINT NOT NULL,
-        size_bytes BIGINT NOT NULL,
-        mantissa_bits BIGINT NOT NULL,
-        block_size BYTEA NOT NULL,
-        shape BYTEA NOT NULL,
-        body_checksum BIGINT NOT NULL,
-        checksum BIGINT NOT NULL,
-        averages BYTEA NOT NULL,
-        body BYTEA NOT NULL,
-        PRIMARY KEY (model, revision, tensor, source)
-      );
-      ALTER TABLE statistics ALTER COLUMN body SET STORAGE EXTERNAL;
-      ALTER TABLE statistics ALTER COLUMN averages SET STORAGE EXTERNAL;
-    )sql",
-    // Counts by triggers: in the transaction of the change, whichever version
-    // of quantd makes it. `principal` is who wrote the row last, empty for
-    // nobody in particular. `bytes` are those of names and contents. A count is
-    // the sum of its slots: writers of one model rarely wait for each other.
-    R"sql(
-      ALTER TABLE encodings
-        ADD COLUMN principal TEXT COLLATE "C" NOT NULL DEFAULT '';
-      ALTER TABLE statistics
-        ADD COLUMN principal TEXT COLLATE "C" NOT NULL DEFAULT '';
-      CREATE TABLE revision_counts (
-        model TEXT COLLATE "C" NOT NULL,
-        revision TEXT COLLATE "C" NOT NULL,
-        slot BIGINT NOT NULL,
-        encodings BIGINT NOT NULL,
-        statistics BIGINT NOT NULL,
-        bytes BIGINT NOT NULL,
-        update_time_us BIGINT NOT NULL,
-        PRIMARY KEY (model, revision, slot)
-      ) WITH (fillfactor = 50);
-      -- Of 'models:*' for all, 'models:PREFIX/' and 'principal:NAME'.
-      CREATE TABLE usage_counts (
-        scope TEXT COLLATE "C" NOT NULL,
-        slot BIGINT NOT NULL,
-        row_count BIGINT NOT NULL,
-        bytes BIGINT NOT NULL,
-        PRIMARY KEY (scope, slot)
-      ) WITH (fillfactor = 50);
+// Bodies are large and do not compress, so that trying to would be wasted.
+// `principal` is who wrote the row last, empty for nobody in particular.
+// `charged_bytes` are those of names and contents. A count is the sum of its
+// slots: writers of one model rarely wait for each other.
+constexpr char kSchema[] = R"sql(
+  CREATE SEQUENCE quantd_generations;
 
-      -- Locks the row of 'models:*' before those that others may take in
-      -- another order, so that nobody waits in a circle.
-      CREATE FUNCTION quantd_count(
-        to_model TEXT, to_revision TEXT, to_tensor TEXT, to_principal TEXT,
-        more_encodings BIGINT, more_statistics BIGINT, more_bytes BIGINT,
-        new_time_us BIGINT) RETURNS VOID LANGUAGE plpgsql AS $$
-      DECLARE
-        to_slot CONSTANT BIGINT := hashtext(to_tensor) & 15;
-        more_rows CONSTANT BIGINT := more_encodings + more_statistics;
-      BEGIN
-        INSERT INTO usage_counts AS counted
-          VALUES ('models:*', to_slot, more_rows, more_bytes)
-          ON CONFLICT (scope, slot) DO UPDATE SET
-            row_count = counted.row_count + excluded.row_count,
-            bytes = counted.bytes + excluded.bytes;
-        INSERT INTO usage_counts AS counted
-          SELECT 'models:' || substr(to_model, 1, position), to_slot, more_rows,
-            more_bytes
-            -- No more prefixes than a quota may have slashes: the access
-            -- file refuses longer ones.
-            FROM (SELECT position
-              FROM generate_series(1, length(to_model)) AS position
-              WHERE substr(to_model, position, 1) = '/'
-              ORDER BY position LIMIT 8) AS slashes
-          UNION ALL
-          SELECT 'principal:' || to_principal, to_slot, more_rows, more_bytes
-            WHERE to_principal <> ''
-          ON CONFLICT (scope, slot) DO UPDATE SET
-            row_count = counted.row_count + excluded.row_count,
-            bytes = counted.bytes + excluded.bytes;
-        INSERT INTO revision_counts AS counted VALUES (
-            to_model, to_revision, to_slot, more_encodings, more_statistics,
-            more_bytes, new_time_us
-          ) ON CONFLICT (model, revision, slot) DO UPDATE SET
-            encodings = counted.encodings + excluded.encodings,
-            statistics = counted.statistics + excluded.statistics,
-            bytes = counted.bytes + excluded.bytes,
-            update_time_us =
-              GREATEST(counted.update_time_us, excluded.update_time_us);
-        IF more_rows < 0 THEN
-          DELETE FROM revision_counts
-            WHERE model = to_model AND revision = to_revision
-              AND slot = to_slot AND encodings = 0 AND statistics = 0;
-          DELETE FROM usage_counts
-            WHERE slot = to_slot AND row_count = 0 AND bytes = 0
-              AND scope IN (
-              SELECT 'principal:' || to_principal UNION ALL
-              SELECT 'models:' || substr(to_model, 1, position)
-                FROM generate_series(1, length(to_model)) AS position
-                WHERE substr(to_model, position, 1) = '/');
-        END IF;
-      END $$;
+  -- See row_sets.h.
+  CREATE TABLE row_sets (
+    model TEXT COLLATE "C" NOT NULL,
+    revision TEXT COLLATE "C" NOT NULL,
+    kind BIGINT NOT NULL,
+    set_id BIGINT NOT NULL UNIQUE,
+    generation BIGINT NOT NULL,
+    update_time_us BIGINT NOT NULL,
+    checksum BIGINT NOT NULL,
+    PRIMARY KEY (model, revision, kind)
+  );
+  CREATE TABLE lost_sets (
+    set_id BIGINT NOT NULL PRIMARY KEY,
+    kind BIGINT NOT NULL
+  );
 
-      CREATE FUNCTION quantd_count_encoding() RETURNS TRIGGER
-      LANGUAGE plpgsql AS $$
-      BEGIN
-        IF TG_OP = 'UPDATE' AND OLD.principal = NEW.principal THEN
-          PERFORM quantd_count(NEW.model, NEW.revision, NEW.tensor,
-            NEW.principal, 0, 0, octet_length(NEW.body)
-              - octet_length(OLD.body), NEW.update_time_us);
-          RETURN NULL;
-        END IF;
-        IF TG_OP <> 'DELETE' THEN
-          PERFORM quantd_count(NEW.model, NEW.revision, NEW.tensor,
-            NEW.principal, 1, 0, octet_length(NEW.model)
-              + octet_length(NEW.revision) + octet_length(NEW.tensor)
-              + octet_length(NEW.body), NEW.update_time_us);
-        END IF;
-        IF TG_OP <> 'INSERT' THEN
-          PERFORM quantd_count(OLD.model, OLD.revision, OLD.tensor,
-            OLD.principal, -1, 0, -octet_length(OLD.model)
-              - octet_length(OLD.revision) - octet_length(OLD.tensor)
-              - octet_length(OLD.body), 0);
-        END IF;
-        RETURN NULL;
-      END $$;
-      CREATE TRIGGER encodings_count AFTER INSERT OR UPDATE OR DELETE
-        ON encodings FOR EACH ROW EXECUTE FUNCTION quantd_count_encoding();
+  CREATE TABLE encodings (
+    set_id BIGINT NOT NULL,
+    tensor TEXT COLLATE "C" NOT NULL,
+    generation BIGINT NOT NULL,
+    update_time_us BIGINT NOT NULL,
+    format BIGINT NOT NULL,
+    scale_count BIGINT NOT NULL,
+    checksum BIGINT NOT NULL,
+    head_checksum BIGINT NOT NULL,
+    principal TEXT COLLATE "C" NOT NULL,
+    slot BIGINT NOT NULL,
+    charged_bytes BIGINT NOT NULL,
+    content_id BIGINT NOT NULL,
+    content_bytes BIGINT NOT NULL,
+    body BYTEA NOT NULL,
+    PRIMARY KEY (set_id, tensor)
+  );
+  ALTER TABLE encodings ALTER COLUMN body SET STORAGE EXTERNAL;
+  -- Scales of large ones, under an id of their own. What is not used any more
+  -- is noted, and freed later in steps.
+  CREATE TABLE encoding_pieces (
+    content_id BIGINT NOT NULL,
+    piece BIGINT NOT NULL,
+    checksum BIGINT NOT NULL,
+    bytes BYTEA NOT NULL,
+    PRIMARY KEY (content_id, piece)
+  );
+  ALTER TABLE encoding_pieces ALTER COLUMN bytes SET STORAGE EXTERNAL;
+  CREATE TABLE staged_contents (
+    content_id BIGINT NOT NULL PRIMARY KEY,
+    touch_time_us BIGINT NOT NULL
+  );
+  CREATE TABLE lost_contents (
+    content_id BIGINT NOT NULL PRIMARY KEY
+  );
+  CREATE FUNCTION quantd_lose_content() RETURNS TRIGGER
+  LANGUAGE plpgsql AS $$
+  BEGIN
+    IF TG_OP = 'DELETE' OR OLD.content_id <> NEW.content_id THEN
+      INSERT INTO lost_contents VALUES (OLD.content_id) ON CONFLICT DO NOTHING;
+    END IF;
+    RETURN NULL;
+  END $$;
+  CREATE TRIGGER encodings_lose_content AFTER UPDATE OR DELETE
+    ON encodings FOR EACH ROW WHEN (OLD.content_id <> 0)
+    EXECUTE FUNCTION quantd_lose_content();
 
-      CREATE FUNCTION quantd_count_statistics() RETURNS TRIGGER
-      LANGUAGE plpgsql AS $$
-      BEGIN
-        IF TG_OP = 'UPDATE' AND OLD.principal = NEW.principal THEN
-          PERFORM quantd_count(NEW.model, NEW.revision, NEW.tensor,
-            NEW.principal, 0, 0, NEW.size_bytes - OLD.size_bytes,
-            NEW.update_time_us);
-          RETURN NULL;
-        END IF;
-        IF TG_OP <> 'DELETE' THEN
-          PERFORM quantd_count(NEW.model, NEW.revision, NEW.tensor,
-            NEW.principal, 0, 1, octet_length(NEW.model)
-              + octet_length(NEW.revision) + octet_length(NEW.tensor)
-              + octet_length(NEW.source) + NEW.size_bytes, NEW.update_time_us);
-        END IF;
-        IF TG_OP <> 'INSERT' THEN
-          PERFORM quantd_count(OLD.model, OLD.revision, OLD.tensor,
-            OLD.principal, 0, -1, -octet_length(OLD.model)
-              - octet_length(OLD.revision) - octet_length(OLD.tensor)
-              - octet_length(OLD.source) - OLD.size_bytes, 0);
-        END IF;
-        RETURN NULL;
-      END $$;
-      CREATE TRIGGER statistics_count AFTER INSERT OR UPDATE OR DELETE
-        ON statistics FOR EACH ROW EXECUTE FUNCTION quantd_count_statistics();
+  CREATE TABLE statistics (
+    set_id BIGINT NOT NULL,
+    tensor TEXT COLLATE "C" NOT NULL,
+    source TEXT COLLATE "C" NOT NULL,
+    sequence BIGINT NOT NULL,
+    update_time_us BIGINT NOT NULL,
+    size_bytes BIGINT NOT NULL,
+    mantissa_bits BIGINT NOT NULL,
+    block_size BYTEA NOT NULL,
+    shape BYTEA NOT NULL,
+    body_checksum BIGINT NOT NULL,
+    checksum BIGINT NOT NULL,
+    principal TEXT COLLATE "C" NOT NULL,
+    slot BIGINT NOT NULL,
+    charged_bytes BIGINT NOT NULL,
+    averages BYTEA NOT NULL,
+    body BYTEA NOT NULL,
+    PRIMARY KEY (set_id, tensor, source)
+  );
+  ALTER TABLE statistics ALTER COLUMN body SET STORAGE EXTERNAL;
+  ALTER TABLE statistics ALTER COLUMN averages SET STORAGE EXTERNAL;
+  -- What follows the body, see statistics_pieces.h.
+  CREATE TABLE statistics_pieces (
+    set_id BIGINT NOT NULL,
+    tensor TEXT COLLATE "C" NOT NULL,
+    source TEXT COLLATE "C" NOT NULL,
+    sequence BIGINT NOT NULL,
+    piece BIGINT NOT NULL,
+    checksum BIGINT NOT NULL,
+    bytes BYTEA NOT NULL,
+    PRIMARY KEY (set_id, tensor, source, sequence, piece)
+  );
+  ALTER TABLE statistics_pieces ALTER COLUMN bytes SET STORAGE EXTERNAL;
+  CREATE TABLE lost_statistics (
+    set_id BIGINT NOT NULL,
+    tensor TEXT COLLATE "C" NOT NULL,
+    source TEXT COLLATE "C" NOT NULL,
+    PRIMARY KEY (set_id, tensor, source)
+  );
+  CREATE FUNCTION quantd_lose_statistics() RETURNS TRIGGER
+  LANGUAGE plpgsql AS $$
+  BEGIN
+    INSERT INTO lost_statistics VALUES (OLD.set_id, OLD.tensor, OLD.source)
+      ON CONFLICT DO NOTHING;
+    RETURN NULL;
+  END $$;
+  CREATE TRIGGER statistics_lose_pieces AFTER DELETE ON statistics
+    FOR EACH ROW EXECUTE FUNCTION quantd_lose_statistics();
 
-      -- What is there already, a slot of a revision at a time.
-      SELECT quantd_count(model, revision, MIN(tensor), '', COUNT(*), 0,
-          SUM(octet_length(model) + octet_length(revision)
-            + octet_length(tensor) + octet_length(body))::BIGINT,
-          MAX(update_time_us))
-        FROM encodings GROUP BY model, revision, hashtext(tensor) & 15;
-      SELECT quantd_count(model, revision, MIN(tensor), '', 0, COUNT(*),
-          SUM(octet_length(model) + octet_length(revision)
-            + octet_length(tensor) + octet_length(source)
-            + size_bytes)::BIGINT,
-          MAX(update_time_us))
-        FROM statistics GROUP BY model, revision, hashtext(tensor) & 15;
-    )sql",
-    // What follows the body of a row of `statistics`, see statistics_pieces.h.
-    R"sql(
-      CREATE TABLE statistics_pieces (
-        model TEXT COLLATE "C" NOT NULL,
-        revision TEXT COLLATE "C" NOT NULL,
-        tensor TEXT COLLATE "C" NOT NULL,
-        source TEXT COLLATE "C" NOT NULL,
-        sequence BIGINT NOT NULL,
-        piece BIGINT NOT NULL,
-        checksum BIGINT NOT NULL,
-        bytes BYTEA NOT NULL,
-        PRIMARY KEY (model, revision, tensor, source, sequence, piece)
-      );
-      ALTER TABLE statistics_pieces ALTER COLUMN bytes SET STORAGE EXTERNAL;
-      CREATE FUNCTION quantd_delete_pieces() RETURNS TRIGGER
-      LANGUAGE plpgsql AS $$
-      BEGIN
-        DELETE FROM statistics_pieces WHERE model = OLD.model
-          AND revision = OLD.revision AND tensor = OLD.tensor
-          AND source = OLD.source;
+  CREATE TABLE set_counts (
+    set_id BIGINT NOT NULL,
+    principal TEXT COLLATE "C" NOT NULL,
+    slot BIGINT NOT NULL,
+    row_count BIGINT NOT NULL,
+    bytes BIGINT NOT NULL,
+    update_time_us BIGINT NOT NULL,
+    PRIMARY KEY (set_id, principal, slot)
+  ) WITH (fillfactor = 50);
+  -- Of 'models:*' for all, 'models:PREFIX/' and 'principal:NAME'.
+  CREATE TABLE usage_counts (
+    scope TEXT COLLATE "C" NOT NULL,
+    slot BIGINT NOT NULL,
+    row_count BIGINT NOT NULL,
+    bytes BIGINT NOT NULL,
+    PRIMARY KEY (scope, slot)
+  ) WITH (fillfactor = 50);
+
+  -- Locks the row of 'models:*' before those that others may take in another
+  -- order, so that nobody waits in a circle.
+  CREATE FUNCTION quantd_count_usage(
+    of_model TEXT, of_principal TEXT, of_slot BIGINT, more_rows BIGINT,
+    more_bytes BIGINT) RETURNS VOID LANGUAGE plpgsql AS $$
+  BEGIN
+    INSERT INTO usage_counts AS counted
+      VALUES ('models:*', of_slot, more_rows, more_bytes)
+      ON CONFLICT (scope, slot) DO UPDATE SET
+        row_count = counted.row_count + excluded.row_count,
+        bytes = counted.bytes + excluded.bytes;
+    INSERT INTO usage_counts AS counted
+      SELECT 'models:' || substr(of_model, 1, position), of_slot, more_rows,
+        more_bytes
+        -- No more prefixes than a quota may have slashes: the access file
+        -- refuses longer ones.
+        FROM (SELECT position
+          FROM generate_series(1, length(of_model)) AS position
+          WHERE substr(of_model, position, 1) = '/'
+          ORDER BY position LIMIT 8) AS slashes
+      UNION ALL
+      SELECT 'principal:' || of_principal, of_slot, more_rows, more_bytes
+        WHERE of_principal <> ''
+      ON CONFLICT (scope, slot) DO UPDATE SET
+        row_count = counted.row_count + excluded.row_count,
+        bytes = counted.bytes + excluded.bytes;
+    IF more_rows < 0 THEN
+      DELETE FROM usage_counts
+        WHERE slot = of_slot AND row_count = 0 AND bytes = 0
+          AND scope IN (
+          SELECT 'principal:' || of_principal UNION ALL
+          SELECT 'models:' || substr(of_model, 1, position)
+            FROM generate_series(1, length(of_model)) AS position
+            WHERE substr(of_model, position, 1) = '/');
+    END IF;
+  END $$;
+  -- What is inserted here is added to the counts of scopes.
+  CREATE VIEW usage_changes AS SELECT
+    '' AS model, '' AS principal, CAST(0 AS BIGINT) AS slot,
+    CAST(0 AS BIGINT) AS row_count, CAST(0 AS BIGINT) AS bytes;
+  CREATE FUNCTION quantd_change_usage() RETURNS TRIGGER
+  LANGUAGE plpgsql AS $$
+  BEGIN
+    PERFORM quantd_count_usage(NEW.model, NEW.principal, NEW.slot,
+      NEW.row_count, NEW.bytes);
+    RETURN NULL;
+  END $$;
+  CREATE TRIGGER usage_change INSTEAD OF INSERT ON usage_changes
+    FOR EACH ROW EXECUTE FUNCTION quantd_change_usage();
+
+  -- Counts for the scopes and for the set, unless it is lost.
+  CREATE FUNCTION quantd_count(
+    of_set BIGINT, of_principal TEXT, of_slot BIGINT, more_rows BIGINT,
+    more_bytes BIGINT, new_time_us BIGINT) RETURNS VOID
+  LANGUAGE plpgsql AS $$
+  DECLARE
+    of_model TEXT;
+  BEGIN
+    SELECT model INTO of_model FROM row_sets WHERE set_id = of_set;
+    IF NOT FOUND THEN
+      RETURN;
+    END IF;
+    PERFORM quantd_count_usage(of_model, of_principal, of_slot, more_rows,
+      more_bytes);
+    INSERT INTO set_counts AS counted VALUES (of_set, of_principal, of_slot,
+        more_rows, more_bytes, new_time_us)
+      ON CONFLICT (set_id, principal, slot) DO UPDATE SET
+        row_count = counted.row_count + excluded.row_count,
+        bytes = counted.bytes + excluded.bytes,
+        update_time_us =
+          GREATEST(counted.update_time_us, excluded.update_time_us);
+    IF more_rows < 0 THEN
+      DELETE FROM set_counts
+        WHERE set_id = of_set AND principal = of_principal AND slot = of_slot
+          AND row_count = 0;
+    END IF;
+  END $$;
+  -- Rows that move to another set are counted by who moves them.
+  CREATE FUNCTION quantd_count_row() RETURNS TRIGGER
+  LANGUAGE plpgsql AS $$
+  BEGIN
+    IF TG_OP = 'UPDATE' THEN
+      IF OLD.set_id <> NEW.set_id THEN
         RETURN NULL;
-      END $$;
-      CREATE TRIGGER statistics_delete_pieces AFTER DELETE ON statistics
-        FOR EACH ROW EXECUTE FUNCTION quantd_delete_pieces();
-    )sql",
-    // Checksums over what lists read of a row of `encodings`.
-    R"sql(
-      CREATE TABLE encoding_heads (
-        model TEXT COLLATE "C" NOT NULL,
-        revision TEXT COLLATE "C" NOT NULL,
-        tensor TEXT COLLATE "C" NOT NULL,
-        checksum BIGINT NOT NULL,
-        PRIMARY KEY (model, revision, tensor)
-      ) WITH (fillfactor = 80);
-      CREATE FUNCTION quantd_delete_head() RETURNS TRIGGER
-      LANGUAGE plpgsql AS $$
-      BEGIN
-        DELETE FROM encoding_heads WHERE model = OLD.model
-          AND revision = OLD.revision AND tensor = OLD.tensor;
+      END IF;
+      IF OLD.principal = NEW.principal THEN
+        PERFORM quantd_count(NEW.set_id, NEW.principal, NEW.slot, 0,
+          NEW.charged_bytes - OLD.charged_bytes, NEW.update_time_us);
         RETURN NULL;
-      END $$;
-      CREATE TRIGGER encodings_delete_head AFTER DELETE ON encodings
-        FOR EACH ROW EXECUTE FUNCTION quantd_delete_head();
-    )sql",
-    // Scales in pieces under an id of their own, so that an encoding can be
-    // renamed without writing them. What is not used any more is noted, and
-    // freed later in steps.
-    R"sql(
-      ALTER TABLE encodings
-        ADD COLUMN content_id BIGINT NOT NULL DEFAULT 0,
-        ADD COLUMN content_bytes BIGINT NOT NULL DEFAULT 0;
-      CREATE TABLE encoding_pieces (
-        content_id BIGINT NOT NULL,
-        piece BIGINT NOT NULL,
-        checksum BIGINT NOT NULL,
-        bytes BYTEA NOT NULL,
-        PRIMARY KEY (content_id, piece)
-      );
-      ALTER TABLE encoding_pieces ALTER COLUMN bytes SET STORAGE EXTERNAL;
-      CREATE TABLE staged_contents (
-        content_id BIGINT NOT NULL PRIMARY KEY,
-        touch_time_us BIGINT NOT NULL
-      );
-      CREATE TABLE lost_contents (
-        content_id BIGINT NOT NULL PRIMARY KEY
-      );
-      CREATE TABLE lost_statistics (
-        model TEXT COLLATE "C" NOT NULL,
-        revision TEXT COLLATE "C" NOT NULL,
-        tensor TEXT COLLATE "C" NOT NULL,
-        source TEXT COLLATE "C" NOT NULL,
-        PRIMARY KEY (model, revision, tensor, source)
-      );
-      CREATE OR REPLACE FUNCTION quantd_count_encoding() RETURNS TRIGGER
-      LANGUAGE plpgsql AS $$
-      BEGIN
-        IF TG_OP = 'UPDATE' AND OLD.principal = NEW.principal
-            AND OLD.revision = NEW.revision THEN
-          PERFORM quantd_count(NEW.model, NEW.revision, NEW.tensor,
-            NEW.principal, 0, 0, octet_length(NEW.body) + NEW.content_bytes
-              - octet_length(OLD.body) - OLD.content_bytes,
-            NEW.update_time_us);
-          RETURN NULL;
-        END IF;
-        IF TG_OP <> 'DELETE' THEN
-          PERFORM quantd_count(NEW.model, NEW.revision, NEW.tensor,
-            NEW.principal, 1, 0, octet_length(NEW.model)
-              + octet_length(NEW.revision) + octet_length(NEW.tensor)
-              + octet_length(NEW.body) + NEW.content_bytes,
-            NEW.update_time_us);
-        END IF;
-        IF TG_OP <> 'INSERT' THEN
-          PERFORM quantd_count(OLD.model, OLD.revision, OLD.tensor,
-            OLD.principal, -1, 0, -octet_length(OLD.model)
-              - octet_length(OLD.revision) - octet_length(OLD.tensor)
-              - octet_length(OLD.body) - OLD.content_bytes, 0);
-        END IF;
-        RETURN NULL;
-      END $$;
-      CREATE FUNCTION quantd_lose_content() RETURNS TRIGGER
-      LANGUAGE plpgsql AS $$
-      BEGIN
-        IF TG_OP = 'DELETE' OR OLD.content_id <> NEW.content_id THEN
-          INSERT INTO lost_contents VALUES (OLD.content_id)
-            ON CONFLICT DO NOTHING;
-        END IF;
-        RETURN NULL;
-      END $$;
-      CREATE TRIGGER encodings_lose_content AFTER UPDATE OR DELETE
-        ON encodings FOR EACH ROW WHEN (OLD.content_id <> 0)
-        EXECUTE FUNCTION quantd_lose_content();
-      CREATE OR REPLACE FUNCTION quantd_delete_pieces() RETURNS TRIGGER
-      LANGUAGE plpgsql AS $$
-      BEGIN
-        INSERT INTO lost_statistics
-          VALUES (OLD.model, OLD.revision, OLD.tensor, OLD.source)
-          ON CONFLICT DO NOTHING;
-        RETURN NULL;
-      END $$;
-    )sql"};
+      END IF;
+    END IF;
+    IF TG_OP <> 'DELETE' THEN
+      PERFORM quantd_count(NEW.set_id, NEW.principal, NEW.slot, 1,
+        NEW.charged_bytes, NEW.update_time_us);
+    END IF;
+    IF TG_OP <> 'INSERT' THEN
+      PERFORM quantd_count(OLD.set_id, OLD.principal, OLD.slot, -1,
+        -OLD.charged_bytes, 0);
+    END IF;
+    RETURN NULL;
+  END $$;
+  CREATE TRIGGER encodings_count AFTER INSERT OR UPDATE OR DELETE
+    ON encodings FOR EACH ROW EXECUTE FUNCTION quantd_count_row();
+  CREATE TRIGGER statistics_count AFTER INSERT OR UPDATE OR DELETE
+    ON statistics FOR EACH ROW EXECUTE FUNCTION quantd_count_row();
+)sql";
 
 }  // namespace
 
@@ -526,8 +460,9 @@ class PostgresqlConnection final : public SqlConnection {
   absl::Status Run(const char* sql, std::string* tag = nullptr);
   // Commits; an aborted transaction's COMMIT succeeds as a ROLLBACK.
   absl::Status Commit();
-  // Brings the schema to kPostgresqlSchemaVersion, in a transaction.
-  absl::Status Migrate();
+  // Where there is none yet, in a transaction.
+  // Errors: STORE_SCHEMA as well.
+  absl::Status CreateSchema();
 
   // The session is of no use any more.
   bool is_broken() const { return is_broken_; }
@@ -731,7 +666,6 @@ absl::Status PostgresqlConnection::LockTensor(const EncodingKey& key) {
 absl::Status PostgresqlConnection::LockRevisions(
     absl::string_view model, std::vector<std::string> revisions) {
   constexpr absl::string_view kWhat = "cannot lock a revision";
-  if (absl::Status s = LockName(kManyRows, kWhat); !s.ok()) return s;
   for (const std::string& revision : revisions) {
     absl::Status status = LockName(absl::StrCat(model, "\n", revision), kWhat);
     if (!status.ok()) return status;
@@ -802,7 +736,7 @@ absl::Status PostgresqlConnection::Commit() {
   return absl::OkStatus();
 }
 
-absl::Status PostgresqlConnection::Migrate() {
+absl::Status PostgresqlConnection::CreateSchema() {
   if (absl::Status s = Run(kLockSchema); !s.ok()) return s;
   if (absl::Status s = Run(kCreateSchemaTable); !s.ok()) return s;
   int64_t version;
@@ -813,18 +747,13 @@ absl::Status PostgresqlConnection::Migrate() {
     // NULL, which a new table has, reads as 0.
     version = row->Int(0);
   }
-  if (version > kPostgresqlSchemaVersion || version < 0) {
-    return core::StoreSchemaError(static_cast<int>(version),
-                                  kPostgresqlSchemaVersion);
-  }
   if (version == kPostgresqlSchemaVersion) return absl::OkStatus();
-  // A large store takes its time, and others may be writing to it.
-  const absl::Duration usual_timeout =
-      std::exchange(timeout_, std::max(timeout_, kMigrationTimeout));
-  absl::Status status = Run(kWaitForTables);
-  for (int64_t i = version; status.ok() && i < kPostgresqlSchemaVersion; ++i) {
-    status = Run(kMigrations[i]);
+  if (version != 0) {
+    return core::StoreSchemaError(version, kPostgresqlSchemaVersion);
   }
+  const absl::Duration usual_timeout =
+      std::exchange(timeout_, std::max(timeout_, kSchemaTimeout));
+  absl::Status status = Run(kSchema);
   timeout_ = usual_timeout;
   if (!status.ok()) return status;
   return Run(absl::StrCat("INSERT INTO quantd_schema (version) VALUES (",
@@ -1016,10 +945,10 @@ absl::StatusOr<std::shared_ptr<PostgresqlDatabase>> PostgresqlDatabase::Open(
     Options options) {
   std::shared_ptr<PostgresqlDatabase> database(
       new PostgresqlDatabase(std::move(options)));
-  const auto migrate = [](SqlConnection& connection) {
-    return static_cast<PostgresqlConnection&>(connection).Migrate();
+  const auto create = [](SqlConnection& connection) {
+    return static_cast<PostgresqlConnection&>(connection).CreateSchema();
   };
-  if (absl::Status s = database->Write(migrate); !s.ok()) return s;
+  if (absl::Status s = database->Write(create); !s.ok()) return s;
   database->listener_ =
       std::make_unique<PostgresqlListener>(database->options_, database->name_);
   return database;

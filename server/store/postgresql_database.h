@@ -18,9 +18,8 @@
 
 namespace quantd::server {
 
-// The version that this program writes into quantd_schema. Migrations only go
-// forward.
-constexpr int kPostgresqlSchemaVersion = 5;
+// Of the tables, in quantd_schema.
+constexpr int kPostgresqlSchemaVersion = 6;
 
 class PostgresqlConnection;
 class PostgresqlListener;
@@ -40,7 +39,7 @@ class PostgresqlDatabase : public SqlDatabase {
     absl::Duration timeout = absl::Milliseconds(800);
   };
 
-  // Brings the schema up to date.
+  // Creates the schema where there is none.
   // Errors: STORE_UNAVAILABLE (also a database that is not in UTF-8),
   // STORE_SCHEMA.
   static absl::StatusOr<std::shared_ptr<PostgresqlDatabase>> Open(

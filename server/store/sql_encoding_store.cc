@@ -1,7 +1,5 @@
 #include "server/store/sql_encoding_store.h"
 
-#include <xxhash.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -28,6 +26,7 @@
 #include "quantd/v1/encoding.pb.h"
 #include "server/store/encoding_pieces.h"
 #include "server/store/row_checksum.h"
+#include "server/store/row_sets.h"
 #include "server/store/sql_usage.h"
 #include "server/wire/encoding_proto.h"
 #include "server/wire/names.h"
@@ -41,66 +40,66 @@ constexpr int64_t kMostInlineBytes = int64_t{16} << 10;
 // U+10FFFF, after every name.
 constexpr absl::string_view kAfterNames = "\xf4\x8f\xbf\xbf";
 
+// A row where there is the revision's set, whatever that has of the tensor.
 constexpr char kSelect[] =
-    "SELECT generation, update_time_us, format, scale_count, checksum, body, "
-    "content_id, content_bytes "
-    "FROM encodings WHERE model = $1 AND revision = $2 AND tensor = $3";
+    "SELECT encodings.generation, encodings.update_time_us, format, "
+    "scale_count, charged_bytes, encodings.checksum, head_checksum, body, "
+    "content_id, content_bytes, COALESCE(encodings.set_id, 0), sets.set_id, "
+    "sets.generation, sets.update_time_us, sets.checksum "
+    "FROM (SELECT set_id, generation, update_time_us, checksum FROM row_sets "
+    "WHERE model = $1 AND revision = $2 AND kind = 0) AS sets "
+    "LEFT JOIN encodings "
+    "ON encodings.set_id = sets.set_id AND encodings.tensor = $3";
 constexpr char kSelectEtag[] =
     "SELECT generation, checksum FROM encodings "
-    "WHERE model = $1 AND revision = $2 AND tensor = $3";
+    "WHERE set_id = " QUANTD_ENCODING_SET " AND tensor = $3";
 constexpr char kSelectReplacedEncoding[] =
-    "SELECT principal, CAST(length(body) AS BIGINT) + content_bytes "
-    "FROM encodings "
-    "WHERE model = $1 AND revision = $2 AND tensor = $3";
+    "SELECT principal, charged_bytes FROM encodings "
+    "WHERE set_id = " QUANTD_ENCODING_SET " AND tensor = $3";
 constexpr char kUpsertEncoding[] =
-    "INSERT INTO encodings (model, revision, tensor, generation, "
-    "update_time_us, format, scale_count, checksum, body, principal, "
-    "content_id, content_bytes) "
-    "VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12) "
-    "ON CONFLICT (model, revision, tensor) DO UPDATE SET "
+    "INSERT INTO encodings (set_id, tensor, generation, update_time_us, "
+    "format, scale_count, checksum, head_checksum, principal, slot, "
+    "charged_bytes, content_id, content_bytes, body) "
+    "VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14) "
+    "ON CONFLICT (set_id, tensor) DO UPDATE SET "
     "generation = excluded.generation, "
     "update_time_us = excluded.update_time_us, format = excluded.format, "
     "scale_count = excluded.scale_count, checksum = excluded.checksum, "
-    "body = excluded.body, principal = excluded.principal, "
-    "content_id = excluded.content_id, content_bytes = excluded.content_bytes";
-// Where the row is still there.
-constexpr char kUpsertHead[] =
-    "INSERT INTO encoding_heads (checksum, model, revision, tensor) "
-    "SELECT CAST($1 AS BIGINT), model, revision, tensor FROM encodings "
-    "WHERE model = $2 AND revision = $3 AND tensor = $4 "
-    "ON CONFLICT (model, revision, tensor) DO UPDATE SET "
-    "checksum = excluded.checksum";
+    "head_checksum = excluded.head_checksum, principal = excluded.principal, "
+    "charged_bytes = excluded.charged_bytes, "
+    "content_id = excluded.content_id, "
+    "content_bytes = excluded.content_bytes, body = excluded.body";
 constexpr char kDeleteEncodingRow[] =
-    "DELETE FROM encodings WHERE model = $1 AND revision = $2 AND tensor = $3";
+    "DELETE FROM encodings "
+    "WHERE set_id = " QUANTD_ENCODING_SET " AND tensor = $3";
 constexpr char kListEncodings[] =
-    "SELECT tensor, generation, update_time_us, format, scale_count, checksum, "
-    "(SELECT checksum FROM encoding_heads AS heads "
-    "WHERE heads.model = encodings.model "
-    "AND heads.revision = encodings.revision "
-    "AND heads.tensor = encodings.tensor) "
-    "FROM encodings WHERE model = $1 AND revision = $2 AND tensor > $3 "
-    "ORDER BY tensor LIMIT $4";
+    "SELECT tensor, encodings.generation, encodings.update_time_us, format, "
+    "scale_count, charged_bytes, encodings.checksum, head_checksum, "
+    "sets.set_id, sets.generation, sets.update_time_us, sets.checksum "
+    "FROM (SELECT set_id, generation, update_time_us, checksum FROM row_sets "
+    "WHERE model = $1 AND revision = $2 AND kind = 0) AS sets "
+    "JOIN encodings ON encodings.set_id = sets.set_id "
+    "WHERE tensor > $3 ORDER BY tensor LIMIT $4";
 // From the index of the key, whatever is damaged beside that.
 constexpr char kListEncodingNames[] =
     "SELECT tensor FROM encodings "
-    "WHERE model = $1 AND revision = $2 AND tensor > $3 "
+    "WHERE set_id = " QUANTD_ENCODING_SET
+    " AND tensor > $3 "
     "ORDER BY tensor LIMIT $4";
 // From counts, whose number does not grow with that of the tensors.
 constexpr char kListModels[] =
-    "SELECT model, COUNT(DISTINCT revision), CAST(SUM(encodings) AS BIGINT), "
-    "CAST(SUM(statistics) AS BIGINT) FROM revision_counts "
-    "WHERE model > $1 AND model < $2 AND (encodings > 0 OR statistics > 0) "
-    "GROUP BY model ORDER BY model LIMIT $3";
+    "SELECT model, COUNT(DISTINCT revision), "
+    "CAST(SUM(CASE kind WHEN 0 THEN row_count ELSE 0 END) AS BIGINT), "
+    "CAST(SUM(CASE kind WHEN 1 THEN row_count ELSE 0 END) AS BIGINT) "
+    "FROM row_sets JOIN set_counts ON set_counts.set_id = row_sets.set_id "
+    "WHERE model > $1 AND model < $2 GROUP BY model ORDER BY model LIMIT $3";
 constexpr char kListEncodingRevisions[] =
-    "SELECT revision, CAST(SUM(encodings) AS BIGINT), "
-    "CAST(SUM(statistics) AS BIGINT) FROM revision_counts "
-    "WHERE model = $1 AND revision > $2 AND (encodings > 0 OR statistics > 0) "
+    "SELECT revision, "
+    "CAST(SUM(CASE kind WHEN 0 THEN row_count ELSE 0 END) AS BIGINT), "
+    "CAST(SUM(CASE kind WHEN 1 THEN row_count ELSE 0 END) AS BIGINT) "
+    "FROM row_sets JOIN set_counts ON set_counts.set_id = row_sets.set_id "
+    "WHERE model = $1 AND revision > $2 "
     "GROUP BY revision ORDER BY revision LIMIT $3";
-// Keys after one.
-constexpr char kListEncodingKeys[] =
-    "SELECT model, revision, tensor FROM encodings "
-    "WHERE (model, revision, tensor) > ($1, $2, $3) "
-    "ORDER BY model, revision, tensor LIMIT 1000";
 
 // Contents that are being written.
 constexpr char kStage[] =
@@ -118,44 +117,56 @@ constexpr char kListLostEncodingPieces[] =
     "AND content_id NOT IN (SELECT content_id FROM lost_contents) "
     "GROUP BY content_id ORDER BY content_id";
 
-// Whole revisions.
-constexpr char kRename[] =
-    "UPDATE encodings SET revision = $1, generation = $2, "
-    "update_time_us = $3, checksum = $4 "
-    "WHERE model = $5 AND revision = $6 AND tensor = $7";
-constexpr char kDeleteRevision[] =
-    "DELETE FROM encodings WHERE model = $1 AND revision = $2";
-// Of tensors that another revision has too.
-constexpr char kDeleteReplaced[] =
-    "DELETE FROM encodings WHERE model = $1 AND revision = $2 AND tensor IN "
-    "(SELECT tensor FROM encodings WHERE model = $3 AND revision = $4)";
-constexpr char kDeleteRevisionHeads[] =
-    "DELETE FROM encoding_heads WHERE model = $1 AND revision = $2";
-constexpr char kDeleteRevisionStatistics[] =
-    "DELETE FROM statistics WHERE model = $1 AND revision = $2";
-constexpr char kCountEncodings[] =
-    "SELECT COUNT(*) FROM encodings WHERE model = $1 AND revision = $2";
-constexpr char kCountStatistics[] =
-    "SELECT COUNT(*) FROM statistics WHERE model = $1 AND revision = $2";
+// Rows of no revision, which nobody is to free either.
+constexpr char kListLostEncodings[] =
+    "SELECT set_id, COUNT(*) FROM encodings "
+    "WHERE set_id NOT IN (SELECT set_id FROM row_sets WHERE kind = 0) "
+    "AND set_id NOT IN (SELECT set_id FROM lost_sets WHERE kind = 0) "
+    "GROUP BY set_id ORDER BY set_id";
+
+// Merging sets.
+constexpr char kCountBoth[] =
+    "SELECT COUNT(*) FROM encodings WHERE set_id = $1 AND tensor IN ("
+    "SELECT tensor FROM encodings WHERE set_id = $2)";
+constexpr char kListHeads[] =
+    "SELECT tensor, generation, update_time_us, format, scale_count, "
+    "charged_bytes, checksum, head_checksum FROM encodings "
+    "WHERE set_id = $1 AND tensor > $2 AND NOT EXISTS ("
+    "SELECT 1 FROM encodings AS others "
+    "WHERE others.set_id = $3 AND others.tensor = encodings.tensor) "
+    "ORDER BY tensor LIMIT 1000";
+constexpr char kMoveRow[] =
+    "UPDATE encodings SET set_id = $1, head_checksum = $2 "
+    "WHERE set_id = $3 AND tensor = $4";
+// Rows of tensors that another set has too.
+constexpr char kLoseReplaced[] =
+    "UPDATE encodings SET set_id = $1 WHERE set_id = $2 AND tensor IN ("
+    "SELECT tensor FROM encodings WHERE set_id = $3 AND tensor > $4 "
+    "ORDER BY tensor LIMIT 1000)";
+constexpr char kLastOfPage[] =
+    "SELECT MAX(tensor) FROM (SELECT tensor FROM encodings "
+    "WHERE set_id = $1 AND tensor > $2 ORDER BY tensor LIMIT 1000) AS page";
 // Those that have rows.
 constexpr char kRevisionsOf[] =
-    "SELECT revision FROM encodings WHERE model = $1 "
-    "UNION SELECT revision FROM statistics WHERE model = $1 "
+    "SELECT DISTINCT revision FROM row_sets WHERE model = $1 "
     "ORDER BY revision";
 
-// What of a row the checksum covers, beside its key.
+// The columns of a row that lists read.
 struct EncodingRowHead {
   int64_t generation = 0;
   int64_t update_time_us = 0;
   int64_t format = 0;
   int64_t scale_count = 0;
+  // Of names and contents.
+  int64_t charged_bytes = 0;
+  // Of the content.
+  uint64_t checksum = 0;
 };
 
 // What an encoding is.
 struct Content {
   // v1::Encoding: whole, or with scales_in_chunks. With its provenance, as a
-  // field that the message does not have: a quantd that does not know it reads
-  // the encoding and publishes both.
+  // field that the message does not have.
   std::string body;
   // Of the pieces with scales; 0 where the body is whole.
   int64_t id = 0;
@@ -164,58 +175,33 @@ struct Content {
 
 // From the columns of a row that begin with `generation`.
 EncodingRowHead HeadOf(const SqlStatement& row, int generation) {
-  return {row.Int(generation), row.Int(generation + 1), row.Int(generation + 2),
-          row.Int(generation + 3)};
+  return {
+      row.Int(generation),     row.Int(generation + 1),
+      row.Int(generation + 2), row.Int(generation + 3),
+      row.Int(generation + 4), static_cast<uint64_t>(row.Int(generation + 5))};
 }
 
-// XXH3-64 over the key, the head and the body; lengths are hashed with the
-// strings, so that no two keys run together.
-uint64_t Checksum(const EncodingKey& key, const EncodingRowHead& head,
-                  absl::string_view body) {
-  const std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> state(
-      XXH3_createState(), &XXH3_freeState);
-  XXH3_64bits_reset(state.get());
-  const int64_t numbers[] = {static_cast<int64_t>(key.model.size()),
-                             static_cast<int64_t>(key.revision.size()),
-                             static_cast<int64_t>(key.tensor.size()),
-                             head.generation,
-                             head.update_time_us,
-                             head.format,
-                             head.scale_count};
-  XXH3_64bits_update(state.get(), numbers, sizeof(numbers));
-  XXH3_64bits_update(state.get(), key.model.data(), key.model.size());
-  XXH3_64bits_update(state.get(), key.revision.data(), key.revision.size());
-  XXH3_64bits_update(state.get(), key.tensor.data(), key.tensor.size());
-  XXH3_64bits_update(state.get(), body.data(), body.size());
-  return XXH3_64bits_digest(state.get());
-}
-
-// The same of a row whose scales are in pieces, which have their own.
-uint64_t Checksum(const EncodingKey& key, const EncodingRowHead& head,
-                  const Content& content) {
-  if (content.id == 0) return Checksum(key, head, content.body);
-  const int64_t numbers[] = {head.generation, head.update_time_us,
-                             head.format,     head.scale_count,
-                             content.id,      content.bytes};
+// Of the content of that generation, wherever the row is; pieces have their
+// own.
+uint64_t ContentChecksum(int64_t generation, const Content& content) {
+  const int64_t numbers[] = {generation, content.id, content.bytes};
   return RowChecksum::Of(
-      {key.model,
-       key.revision,
-       key.tensor,
-       {reinterpret_cast<const char*>(numbers), sizeof(numbers)},
+      {{reinterpret_cast<const char*>(numbers), sizeof(numbers)},
        content.body});
 }
 
-// The same without the body, so that lists need not read it. A quantd that knew
-// none leaves it as it is.
-uint64_t EncodingHeadChecksum(const EncodingKey& key,
-                              const EncodingRowHead& head, uint64_t checksum) {
-  const int64_t numbers[] = {head.generation, head.update_time_us, head.format,
-                             head.scale_count, static_cast<int64_t>(checksum)};
+// Of a row without its content, so that lists need not read that.
+uint64_t HeadChecksum(int64_t set_id, absl::string_view tensor,
+                      const EncodingRowHead& head) {
+  const int64_t numbers[] = {set_id,
+                             head.generation,
+                             head.update_time_us,
+                             head.format,
+                             head.scale_count,
+                             head.charged_bytes,
+                             static_cast<int64_t>(head.checksum)};
   return RowChecksum::Of(
-      {key.model,
-       key.revision,
-       key.tensor,
-       {reinterpret_cast<const char*>(numbers), sizeof(numbers)}});
+      {tensor, {reinterpret_cast<const char*>(numbers), sizeof(numbers)}});
 }
 
 std::string MakeEtag(int64_t generation, uint64_t checksum) {
@@ -243,31 +229,11 @@ std::string EtagOf(const SqlStatement& row) {
   return MakeEtag(row.Int(0), static_cast<uint64_t>(row.Int(1)));
 }
 
-// Records what a list verifies a row's head with.
-absl::Status PutHeadChecksum(SqlConnection& connection, const EncodingKey& key,
-                             uint64_t checksum) {
-  const std::unique_ptr<SqlStatement> row = connection.Prepare(kUpsertHead);
-  row->BindInt(1, static_cast<int64_t>(checksum));
-  row->BindText(2, key.model);
-  row->BindText(3, key.revision);
-  row->BindText(4, key.tensor);
-  return row->Step("cannot put an encoding").status();
-}
-
-// Errors: STORE_UNAVAILABLE.
-absl::Status PutHeadChecksum(SqlConnection& connection, const EncodingKey& key,
-                             const EncodingRowHead& head, uint64_t checksum) {
-  return PutHeadChecksum(connection, key,
-                         EncodingHeadChecksum(key, head, checksum));
-}
-
-// Puts a row, whose pieces are there, and fills in its head's generation and
-// time. Answers its checksum.
+// Puts a row, whose pieces are there, and fills in the rest of its head.
 // Errors: those of EncodingStore::Put.
-absl::StatusOr<uint64_t> PutRow(SqlConnection& connection,
-                                const EncodingKey& key, const Content& content,
-                                const Precondition& precondition,
-                                EncodingRowHead* head) {
+absl::Status PutRow(SqlConnection& connection, const EncodingKey& key,
+                    const Content& content, const Precondition& precondition,
+                    EncodingRowHead* head) {
   constexpr absl::string_view kWhat = "cannot put an encoding";
   if (absl::Status s = connection.LockTensor(key); !s.ok()) return s;
   if (!precondition.if_match.empty()) {
@@ -290,35 +256,40 @@ absl::StatusOr<uint64_t> PutRow(SqlConnection& connection,
     if (!found.ok()) return found.status();
     if (*found) replaced = {true, std::string(row->Bytes(0)), row->Int(1)};
   }
+  const absl::StatusOr<RowSet> set =
+      FindOrAddRowSet(connection, key.model, key.revision, RowKind::kEncodings);
+  if (!set.ok()) return set.status();
   absl::StatusOr<int64_t> generation = connection.NextGeneration();
   if (!generation.ok()) return generation.status();
   head->generation = *generation;
   head->update_time_us = absl::ToUnixMicros(absl::Now());
-  const uint64_t checksum = Checksum(key, *head, content);
+  head->charged_bytes = NameBytes(key) +
+                        static_cast<int64_t>(content.body.size()) +
+                        content.bytes;
+  head->checksum = ContentChecksum(head->generation, content);
   {
     const std::unique_ptr<SqlStatement> row =
         connection.Prepare(kUpsertEncoding);
-    row->BindKey(key);
-    row->BindInt(4, head->generation);
-    row->BindInt(5, head->update_time_us);
-    row->BindInt(6, head->format);
-    row->BindInt(7, head->scale_count);
-    row->BindInt(8, static_cast<int64_t>(checksum));
-    row->BindBytes(9, content.body);
-    row->BindText(10, account.principal);
-    row->BindInt(11, content.id);
-    row->BindInt(12, content.bytes);
+    row->BindInt(1, set->id);
+    row->BindText(2, key.tensor);
+    row->BindInt(3, head->generation);
+    row->BindInt(4, head->update_time_us);
+    row->BindInt(5, head->format);
+    row->BindInt(6, head->scale_count);
+    row->BindInt(7, static_cast<int64_t>(head->checksum));
+    row->BindInt(
+        8, static_cast<int64_t>(HeadChecksum(set->id, key.tensor, *head)));
+    row->BindText(9, account.principal);
+    row->BindInt(10, SlotOf(key.tensor));
+    row->BindInt(11, head->charged_bytes);
+    row->BindInt(12, content.id);
+    row->BindInt(13, content.bytes);
+    row->BindBytes(14, content.body);
     if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
   }
-  absl::Status status = PutHeadChecksum(connection, key, *head, checksum);
-  if (status.ok()) {
-    status =
-        CheckQuotas(connection, account, replaced,
-                    static_cast<int64_t>(content.body.size()) + content.bytes);
-  }
-  if (status.ok()) status = connection.Announce();
-  if (!status.ok()) return status;
-  return checksum;
+  absl::Status status =
+      CheckQuotas(connection, account, replaced, head->charged_bytes);
+  return status.ok() ? connection.Announce() : status;
 }
 
 // Of the provenance, in the message of a body; proto/ keeps it free.
@@ -347,20 +318,22 @@ std::string ProvenanceOf(const v1::Encoding& message) {
   return "";
 }
 
-StoredEncoding Stored(const EncodingRowHead& head, uint64_t checksum,
+// `set`  what the row is in; an empty one where it was written just now.
+StoredEncoding Stored(const EncodingRowHead& head, const RowSet& set,
                       std::string provenance) {
   StoredEncoding stored;
   stored.provenance = std::move(provenance);
-  stored.etag = MakeEtag(head.generation, checksum);
-  stored.generation = head.generation;
-  stored.update_time = absl::FromUnixMicros(head.update_time_us);
+  stored.etag = MakeEtag(head.generation, head.checksum);
+  stored.generation = std::max(head.generation, set.generation);
+  stored.update_time =
+      absl::FromUnixMicros(std::max(head.update_time_us, set.update_time_us));
   return stored;
 }
 
 // A row as it was read and verified.
 struct ReadRow {
+  RowSet set;
   EncodingRowHead head;
-  uint64_t checksum = 0;
   Content content;
   // Of the body.
   v1::Encoding message;
@@ -380,11 +353,18 @@ absl::Status SelectRow(SqlConnection& connection, const EncodingKey& key,
   }
   if (!found.ok()) return found.status();
   if (!*found) return NoSuchEncoding(key);
+  absl::StatusOr<RowSet> set =
+      ReadRowSet(*select, 11, key.model, key.revision, RowKind::kEncodings);
+  if (!set.ok()) return set.status();
+  if (select->Int(10) != set->id) return NoSuchEncoding(key);
+  read->set = *set;
   read->head = HeadOf(*select, 0);
-  read->checksum = static_cast<uint64_t>(select->Int(4));
-  read->content = {std::string(select->Bytes(5)), select->Int(6),
-                   select->Int(7)};
-  if (read->checksum != Checksum(key, read->head, read->content)) {
+  read->content = {std::string(select->Bytes(7)), select->Int(8),
+                   select->Int(9)};
+  if (static_cast<uint64_t>(select->Int(6)) !=
+          HeadChecksum(set->id, key.tensor, read->head) ||
+      read->head.checksum !=
+          ContentChecksum(read->head.generation, read->content)) {
     return CorruptEncoding(key, "fails its checksum");
   }
   const std::string& body = read->content.body;
@@ -539,7 +519,7 @@ class SqlEncodingReader final : public EncodingReader {
       : database_(database),
         key_(std::move(key)),
         scale_count_(row.head.scale_count),
-        stored_(Stored(row.head, row.checksum, ProvenanceOf(row.message))),
+        stored_(Stored(row.head, row.set, ProvenanceOf(row.message))),
         pieces_(std::move(pieces)) {
     stored_.encoding =
         std::make_shared<const core::Encoding>(pieces_.outline());
@@ -614,7 +594,6 @@ class SqlEncodingWriter final : public EncodingWriter {
   }
 
   absl::StatusOr<StoredEncoding> Finish() override {
-    uint64_t checksum = 0;
     const Content before = content_;
     const auto put = [&](SqlConnection& connection) -> absl::Status {
       content_ = before;
@@ -637,17 +616,14 @@ class SqlEncodingWriter final : public EncodingWriter {
       message_.set_scales_in_chunks(true);
       message_.set_chunks_have_zero_points(layout_.zero_point_bytes > 0);
       content_.body = BodyOf(message_, precondition_.provenance);
-      absl::StatusOr<uint64_t> row =
-          PutRow(connection, key_, content_, precondition_, &head_);
-      if (row.ok()) checksum = *row;
-      return row.status();
+      return PutRow(connection, key_, content_, precondition_, &head_);
     };
     if (absl::Status s = database_->Write(put); !s.ok()) {
       content_ = before;
       return s;
     }
     is_staged_ = false;
-    return Stored(head_, checksum, precondition_.provenance);
+    return Stored(head_, {}, precondition_.provenance);
   }
 
  private:
@@ -754,50 +730,152 @@ class SqlEncodingWriter final : public EncodingWriter {
   int64_t outer_pieces_ = 0;
 };
 
-// Runs a statement about a revision. Answers the first column, 0 without a row.
-absl::StatusOr<int64_t> Change(SqlConnection& connection, const char* sql,
-                               absl::string_view model,
-                               absl::string_view revision,
-                               absl::string_view what) {
-  const std::unique_ptr<SqlStatement> row = connection.Prepare(sql);
-  row->BindText(1, model);
-  row->BindText(2, revision);
-  absl::StatusOr<bool> found = row->Step(what);
-  if (!found.ok()) return found.status();
-  return *found ? row->Int(0) : 0;
+// Moves rows of tensors that `to` has not.
+// Errors: STORE_CORRUPT, STORE_UNAVAILABLE.
+absl::Status MoveRows(SqlConnection& connection, const EncodingKey& name,
+                      int64_t from, int64_t to) {
+  constexpr absl::string_view kWhat = "cannot publish a revision";
+  std::vector<std::pair<std::string, EncodingRowHead>> page;
+  do {
+    const std::string after = page.empty() ? "" : page.back().first;
+    page.clear();
+    {
+      const std::unique_ptr<SqlStatement> row = connection.Prepare(kListHeads);
+      row->BindInt(1, from);
+      row->BindText(2, after);
+      row->BindInt(3, to);
+      while (true) {
+        absl::StatusOr<bool> found = row->Step(kWhat);
+        if (!found.ok()) return found.status();
+        if (!*found) break;
+        page.emplace_back(row->Bytes(0), HeadOf(*row, 1));
+        const auto& [tensor, head] = page.back();
+        if (static_cast<uint64_t>(row->Int(7)) !=
+            HeadChecksum(from, tensor, head)) {
+          return CorruptEncoding({name.model, name.revision, tensor},
+                                 "fails its checksum");
+        }
+      }
+    }
+    for (const auto& [tensor, head] : page) {
+      const std::unique_ptr<SqlStatement> row = connection.Prepare(kMoveRow);
+      row->BindInt(1, to);
+      row->BindInt(2, static_cast<int64_t>(HeadChecksum(to, tensor, head)));
+      row->BindInt(3, from);
+      row->BindText(4, tensor);
+      if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
+    }
+  } while (!page.empty());
+  return absl::OkStatus();
+}
+
+// Moves rows of `from` to `lost` whose tensors `by` has too.
+absl::Status LoseReplaced(SqlConnection& connection, int64_t from, int64_t by,
+                          int64_t lost) {
+  constexpr absl::string_view kWhat = "cannot publish a revision";
+  std::string after;
+  while (true) {
+    std::string last;
+    {
+      const std::unique_ptr<SqlStatement> row = connection.Prepare(kLastOfPage);
+      row->BindInt(1, by);
+      row->BindText(2, after);
+      absl::StatusOr<bool> found = row->Step(kWhat);
+      if (!found.ok()) return found.status();
+      last = std::string(row->Bytes(0));
+    }
+    if (last.empty()) return absl::OkStatus();
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kLoseReplaced);
+    row->BindInt(1, lost);
+    row->BindInt(2, from);
+    row->BindInt(3, by);
+    row->BindText(4, after);
+    if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
+    after = std::move(last);
+  }
+}
+
+// Makes one set of two, in which rows of `from` replace those of `to`: the
+// fewer rows move. Answers which one it is; the other one, and what is
+// replaced, is lost. Errors: STORE_CORRUPT, STORE_UNAVAILABLE.
+absl::StatusOr<int64_t> MergeSets(SqlConnection& connection,
+                                  const EncodingKey& name, int64_t from,
+                                  int64_t from_count, int64_t to,
+                                  int64_t to_count) {
+  int64_t replaced_count = 0;
+  {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kCountBoth);
+    row->BindInt(1, from);
+    row->BindInt(2, to);
+    absl::StatusOr<bool> found = row->Step("cannot publish a revision");
+    if (!found.ok()) return found.status();
+    replaced_count = row->Int(0);
+  }
+  absl::Status status;
+  int64_t result = from;
+  int64_t other = to;
+  if (to_count - replaced_count <= from_count) {
+    status = MoveRows(connection, name, to, from);
+  } else {
+    std::swap(result, other);
+    absl::StatusOr<int64_t> replaced = connection.NextGeneration();
+    if (!replaced.ok()) return replaced.status();
+    status = LoseReplaced(connection, to, from, *replaced);
+    if (status.ok()) {
+      status = LoseRowSet(connection, *replaced, RowKind::kEncodings);
+    }
+    if (status.ok()) status = MoveRows(connection, name, from, to);
+  }
+  if (status.ok()) status = LoseRowSet(connection, other, RowKind::kEncodings);
+  if (status.ok()) status = RecountSet(connection, result);
+  if (!status.ok()) return status;
+  return result;
+}
+
+// Takes away what a revision has of a kind, and adds to `change` what that is.
+// Answers how many rows.
+absl::StatusOr<int64_t> DeleteSet(SqlConnection& connection,
+                                  absl::string_view model,
+                                  absl::string_view revision, RowKind kind,
+                                  SlotUsage* change) {
+  absl::StatusOr<absl::optional<RowSet>> set =
+      FindRowSet(connection, model, revision, kind);
+  // Which rows it has is not known any more.
+  if (absl::IsDataLoss(set.status())) {
+    absl::Status status = UnassignRowSet(connection, model, revision, kind);
+    if (!status.ok()) return status;
+    return 1;
+  }
+  if (!set.ok()) return set.status();
+  if (!set->has_value()) return 0;
+  SlotUsage usage;
+  absl::Status status = AddSetUsage(connection, (*set)->id, 1, &usage);
+  if (status.ok()) status = AddSetUsage(connection, (*set)->id, -1, change);
+  if (status.ok()) status = LoseRowSet(connection, (*set)->id, kind);
+  if (status.ok()) status = UnassignRowSet(connection, model, revision, kind);
+  if (!status.ok()) return status;
+  return RowCount(usage);
 }
 
 // Deletes what a revision has, and adds to the counts.
-absl::Status DeleteRows(SqlConnection& connection, absl::string_view model,
-                        absl::string_view revision, DeletedRows* deleted) {
-  constexpr absl::string_view kWhat = "cannot delete a revision";
+absl::Status DeleteSets(SqlConnection& connection, absl::string_view model,
+                        absl::string_view revision, SlotUsage* change,
+                        DeletedRows* deleted) {
   absl::StatusOr<int64_t> encodings =
-      Change(connection, kCountEncodings, model, revision, kWhat);
+      DeleteSet(connection, model, revision, RowKind::kEncodings, change);
   if (!encodings.ok()) return encodings.status();
   absl::StatusOr<int64_t> statistics =
-      Change(connection, kCountStatistics, model, revision, kWhat);
+      DeleteSet(connection, model, revision, RowKind::kStatistics, change);
   if (!statistics.ok()) return statistics.status();
   deleted->encoding_count += *encodings;
   deleted->statistics_count += *statistics;
-  absl::Status status =
-      Change(connection, kDeleteRevision, model, revision, kWhat).status();
-  if (!status.ok()) return status;
-  return Change(connection, kDeleteRevisionStatistics, model, revision, kWhat)
-      .status();
+  return absl::OkStatus();
 }
 
 }  // namespace
 
 SqlEncodingStore::SqlEncodingStore(std::shared_ptr<SqlDatabase> database)
     : database_(std::move(database)) {}
-
-absl::StatusOr<StoredEncoding> SqlEncodingStore::Read(
-    const EncodingKey& key,
-    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
-  absl::StatusOr<Row> row = ReadWhole(key, proceed);
-  if (!row.ok()) return row.status();
-  return std::move(row->stored);
-}
 
 absl::StatusOr<StoredEncoding> SqlEncodingStore::Put(
     const EncodingKey& key, std::shared_ptr<const core::Encoding> encoding,
@@ -826,15 +904,11 @@ absl::StatusOr<StoredEncoding> SqlEncodingStore::Put(
   EncodingRowHead head;
   head.format = static_cast<int64_t>(encoding->format);
   head.scale_count = scale_count;
-  uint64_t checksum = 0;
-  const auto put = [&](SqlConnection& connection) -> absl::Status {
-    absl::StatusOr<uint64_t> row =
-        PutRow(connection, key, content, precondition, &head);
-    if (row.ok()) checksum = *row;
-    return row.status();
+  const auto put = [&](SqlConnection& connection) {
+    return PutRow(connection, key, content, precondition, &head);
   };
   if (absl::Status s = database_->Write(put); !s.ok()) return s;
-  StoredEncoding stored = Stored(head, checksum, precondition.provenance);
+  StoredEncoding stored = Stored(head, {}, precondition.provenance);
   stored.encoding = std::move(encoding);
   return stored;
 }
@@ -858,8 +932,7 @@ absl::StatusOr<std::unique_ptr<EncodingReader>> SqlEncodingStore::OpenReader(
     return CorruptEncoding(
         key, absl::StrCat("is invalid: ", encoding.status().message()));
   }
-  StoredEncoding stored =
-      Stored(row.head, row.checksum, ProvenanceOf(row.message));
+  StoredEncoding stored = Stored(row.head, row.set, ProvenanceOf(row.message));
   stored.encoding =
       std::make_shared<const core::Encoding>(*std::move(encoding));
   return std::make_unique<WholeEncodingReader>(std::move(stored));
@@ -875,87 +948,68 @@ absl::StatusOr<std::unique_ptr<EncodingWriter>> SqlEncodingStore::OpenWriter(
 absl::StatusOr<PublishedRevision> SqlEncodingStore::PublishRevision(
     absl::string_view model, absl::string_view source, absl::string_view target,
     bool keep_others) {
-  constexpr absl::string_view kWhat = "cannot publish a revision";
   PublishedRevision published;
   const auto publish = [&](SqlConnection& connection) -> absl::Status {
-    published = {};
+    constexpr RowKind kKind = RowKind::kEncodings;
     std::vector<std::string> revisions = {std::string(source),
                                           std::string(target)};
     std::sort(revisions.begin(), revisions.end());
     absl::Status status = connection.LockRevisions(model, std::move(revisions));
     if (!status.ok()) return status;
-    // Keys are small, however many there are.
-    std::vector<std::string> tensors;
-    {
-      const std::unique_ptr<SqlStatement> row =
-          connection.Prepare(kListEncodingNames);
-      row->BindText(1, model);
-      row->BindText(2, source);
-      row->BindText(3, "");
-      row->BindInt(4, std::numeric_limits<int64_t>::max());
-      while (true) {
-        absl::StatusOr<bool> found = row->Step(kWhat);
-        if (!found.ok()) return found.status();
-        if (!*found) break;
-        tensors.emplace_back(row->Bytes(0));
-      }
-    }
-    if (tensors.empty()) {
-      return core::RevisionNotFoundError(model, source, "encodings");
-    }
-    const absl::StatusOr<int64_t> before =
-        Change(connection, kCountEncodings, model, target, kWhat);
-    if (!before.ok()) return before.status();
-    if (keep_others) {
-      const std::unique_ptr<SqlStatement> row =
-          connection.Prepare(kDeleteReplaced);
-      row->BindText(1, model);
-      row->BindText(2, target);
-      row->BindText(3, model);
-      row->BindText(4, source);
-      status = row->Step(kWhat).status();
-    } else {
-      status =
-          Change(connection, kDeleteRevision, model, target, kWhat).status();
-    }
-    if (!status.ok()) return status;
-    const absl::StatusOr<int64_t> kept =
-        Change(connection, kCountEncodings, model, target, kWhat);
-    if (!kept.ok()) return kept.status();
-    published.replaced_count = *before - *kept;
-    published.encoding_count = *kept + static_cast<int64_t>(tensors.size());
-    const int64_t now_us = absl::ToUnixMicros(absl::Now());
-    EncodingKey from{std::string(model), std::string(source), ""};
-    EncodingKey to{std::string(model), std::string(target), ""};
-    for (const std::string& tensor : tensors) {
-      from.tensor = tensor;
-      to.tensor = tensor;
-      ReadRow read;
-      if (absl::Status s = SelectRow(connection, from, &read); !s.ok()) {
-        return s;
-      }
-      absl::StatusOr<int64_t> generation = connection.NextGeneration();
-      if (!generation.ok()) return generation.status();
-      read.head.generation = *generation;
-      read.head.update_time_us = now_us;
-      const uint64_t checksum = Checksum(to, read.head, read.content);
-      {
-        const std::unique_ptr<SqlStatement> row = connection.Prepare(kRename);
-        row->BindText(1, target);
-        row->BindInt(2, read.head.generation);
-        row->BindInt(3, read.head.update_time_us);
-        row->BindInt(4, static_cast<int64_t>(checksum));
-        row->BindText(5, model);
-        row->BindText(6, source);
-        row->BindText(7, tensor);
-        if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
-      }
-      status = PutHeadChecksum(connection, to, read.head, checksum);
+    absl::StatusOr<absl::optional<RowSet>> from =
+        FindRowSet(connection, model, source, kKind);
+    if (!from.ok()) return from.status();
+    SlotUsage moving;
+    if (from->has_value()) {
+      status = AddSetUsage(connection, (*from)->id, 1, &moving);
       if (!status.ok()) return status;
     }
-    status =
-        Change(connection, kDeleteRevisionHeads, model, source, kWhat).status();
-    return status.ok() ? connection.Announce() : status;
+    if (RowCount(moving) == 0) {
+      return core::RevisionNotFoundError(model, source, "encodings");
+    }
+    absl::StatusOr<absl::optional<RowSet>> to =
+        FindRowSet(connection, model, target, kKind);
+    if (!to.ok()) return to.status();
+
+    RowSet result = **from;
+    SlotUsage before;
+    if (to->has_value()) {
+      status = AddSetUsage(connection, (*to)->id, 1, &before);
+      if (!status.ok()) return status;
+      if (keep_others) {
+        absl::StatusOr<int64_t> merged =
+            MergeSets(connection, {std::string(model), std::string(target), ""},
+                      result.id, RowCount(moving), (*to)->id, RowCount(before));
+        if (!merged.ok()) return merged.status();
+        result.id = *merged;
+      } else {
+        status = LoseRowSet(connection, (*to)->id, kKind);
+        if (!status.ok()) return status;
+      }
+    }
+    SlotUsage after;
+    status = AddSetUsage(connection, result.id, 1, &after);
+    if (!status.ok()) return status;
+    published.encoding_count = RowCount(after);
+    published.replaced_count =
+        RowCount(before) + RowCount(moving) - RowCount(after);
+    SlotUsage change = after;
+    for (const SlotUsage* taken : {&before, &moving}) {
+      for (const auto& [slot, usage] : *taken) {
+        change[slot].rows -= usage.rows;
+        change[slot].bytes -= usage.bytes;
+      }
+    }
+    absl::StatusOr<int64_t> generation = connection.NextGeneration();
+    if (!generation.ok()) return generation.status();
+    result.generation = *generation;
+    result.update_time_us = absl::ToUnixMicros(absl::Now());
+    status = UnassignRowSet(connection, model, source, kKind);
+    if (status.ok()) {
+      status = AssignRowSet(connection, model, target, kKind, result);
+    }
+    if (status.ok()) status = connection.Announce();
+    return status.ok() ? ChangeUsage(connection, model, change) : status;
   };
   if (absl::Status s = database_->Write(publish); !s.ok()) return s;
   return published;
@@ -966,16 +1020,18 @@ absl::StatusOr<DeletedRows> SqlEncodingStore::DeleteRevision(
   DeletedRows deleted;
   const auto remove = [&](SqlConnection& connection) -> absl::Status {
     deleted = {};
+    SlotUsage change;
     absl::Status status =
         connection.LockRevisions(model, {std::string(revision)});
     if (!status.ok()) return status;
-    status = DeleteRows(connection, model, revision, &deleted);
+    status = DeleteSets(connection, model, revision, &change, &deleted);
     if (!status.ok()) return status;
     if (deleted.encoding_count + deleted.statistics_count == 0) {
       return core::RevisionNotFoundError(model, revision,
                                          "encodings and no statistics");
     }
-    return connection.Announce();
+    status = connection.Announce();
+    return status.ok() ? ChangeUsage(connection, model, change) : status;
   };
   if (absl::Status s = database_->Write(remove); !s.ok()) return s;
   return deleted;
@@ -983,28 +1039,32 @@ absl::StatusOr<DeletedRows> SqlEncodingStore::DeleteRevision(
 
 absl::StatusOr<DeletedRows> SqlEncodingStore::DeleteModel(
     absl::string_view model) {
-  constexpr absl::string_view kWhat = "cannot delete a model";
   DeletedRows deleted;
   const auto remove = [&](SqlConnection& connection) -> absl::Status {
     deleted = {};
+    SlotUsage change;
     std::vector<std::string> revisions;
     {
       const std::unique_ptr<SqlStatement> row =
           connection.Prepare(kRevisionsOf);
       row->BindText(1, model);
       while (true) {
-        absl::StatusOr<bool> found = row->Step(kWhat);
+        absl::StatusOr<bool> found = row->Step("cannot delete a model");
         if (!found.ok()) return found.status();
         if (!*found) break;
         revisions.emplace_back(row->Bytes(0));
       }
     }
-    if (revisions.empty()) return core::ModelNotFoundError(model);
     absl::Status status = connection.LockRevisions(model, revisions);
     for (size_t i = 0; status.ok() && i < revisions.size(); ++i) {
-      status = DeleteRows(connection, model, revisions[i], &deleted);
+      status = DeleteSets(connection, model, revisions[i], &change, &deleted);
     }
-    return status.ok() ? connection.Announce() : status;
+    if (!status.ok()) return status;
+    if (deleted.encoding_count + deleted.statistics_count == 0) {
+      return core::ModelNotFoundError(model);
+    }
+    status = connection.Announce();
+    return status.ok() ? ChangeUsage(connection, model, change) : status;
   };
   if (absl::Status s = database_->Write(remove); !s.ok()) return s;
   return deleted;
@@ -1013,7 +1073,7 @@ absl::StatusOr<DeletedRows> SqlEncodingStore::DeleteModel(
 absl::Status SqlEncodingStore::Delete(const EncodingKey& key,
                                       const Precondition& precondition) {
   constexpr absl::string_view kWhat = "cannot delete an encoding";
-  return database_->Write([&](SqlConnection& connection) -> absl::Status {
+  const auto remove = [&](SqlConnection& connection) -> absl::Status {
     if (absl::Status s = connection.LockTensor(key); !s.ok()) return s;
     {
       const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectEtag);
@@ -1031,10 +1091,15 @@ absl::Status SqlEncodingStore::Delete(const EncodingKey& key,
     row->BindKey(key);
     absl::Status status = row->Step(kWhat).status();
     return status.ok() ? connection.Announce() : status;
-  });
+  };
+  if (absl::Status s = database_->Write(remove); !s.ok()) return s;
+  // An empty set that stays is in nobody's way.
+  UnassignEmptyRowSet(*database_, key.model, key.revision, RowKind::kEncodings)
+      .IgnoreError();
+  return absl::OkStatus();
 }
 
-absl::StatusOr<SqlEncodingStore::Row> SqlEncodingStore::ReadWhole(
+absl::StatusOr<StoredEncoding> SqlEncodingStore::Read(
     const EncodingKey& key,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   std::string incomplete_etag;
@@ -1070,14 +1135,14 @@ absl::StatusOr<SqlEncodingStore::Row> SqlEncodingStore::ReadWhole(
       return absl::OkStatus();
     };
     if (absl::Status s = database_->Read(read); !s.ok()) return s;
-    Row result;
-    result.stored = Stored(row.head, row.checksum, ProvenanceOf(row.message));
+    StoredEncoding stored =
+        Stored(row.head, row.set, ProvenanceOf(row.message));
     if (!is_complete) {
       // Replaced between its row and its pieces; then the row is another now.
-      if (result.stored.etag == incomplete_etag) {
+      if (stored.etag == incomplete_etag) {
         return CorruptEncoding(key, "lacks scales");
       }
-      incomplete_etag = result.stored.etag;
+      incomplete_etag = stored.etag;
       continue;
     }
     absl::Status status = encoding.status();
@@ -1089,10 +1154,9 @@ absl::StatusOr<SqlEncodingStore::Row> SqlEncodingStore::ReadWhole(
       return CorruptEncoding(key,
                              absl::StrCat("is invalid: ", status.message()));
     }
-    result.head_checksum = EncodingHeadChecksum(key, row.head, row.checksum);
-    result.stored.encoding =
+    stored.encoding =
         std::make_shared<const core::Encoding>(*std::move(encoding));
-    return result;
+    return stored;
   }
 }
 
@@ -1101,12 +1165,11 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
     absl::string_view after, int limit) {
   std::vector<EncodingListEntry> entries;
   if (limit <= 0) return entries;
-  // Whether the entry of the same place is to be read whole.
-  std::vector<bool> is_unverified;
   const auto select = [&](const char* sql, SqlConnection& connection,
-                          absl::FunctionRef<bool(const SqlStatement&)> add) {
+                          absl::FunctionRef<absl::Status(const SqlStatement&,
+                                                         EncodingListEntry*)>
+                              read) {
     entries.clear();
-    is_unverified.clear();
     const std::unique_ptr<SqlStatement> row = connection.Prepare(sql);
     row->BindText(1, model);
     row->BindText(2, revision);
@@ -1116,84 +1179,65 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
       absl::StatusOr<bool> found = row->Step("cannot list encodings");
       if (!found.ok()) return found.status();
       if (!*found) return absl::OkStatus();
-      entries.emplace_back().tensor = std::string(row->Bytes(0));
-      is_unverified.push_back(!add(*row));
+      EncodingListEntry& entry = entries.emplace_back();
+      entry.tensor = std::string(row->Bytes(0));
+      entry.error = read(*row, &entry);
     }
   };
   const auto key_of = [&](const EncodingListEntry& entry) {
     return EncodingKey{std::string(model), std::string(revision), entry.tensor};
   };
-  const auto read_head = [&](const SqlStatement& row) {
-    EncodingListEntry& entry = entries.back();
+  const auto read_head = [&](const SqlStatement& row,
+                             EncodingListEntry* entry) -> absl::Status {
+    const absl::StatusOr<RowSet> set =
+        ReadRowSet(row, 8, model, revision, RowKind::kEncodings);
+    if (!set.ok()) return set.status();
     const EncodingRowHead head = HeadOf(row, 1);
-    const auto checksum = static_cast<uint64_t>(row.Int(5));
-    entry.stored.generation = head.generation;
-    entry.stored.update_time = absl::FromUnixMicros(head.update_time_us);
-    entry.format = static_cast<core::NumberFormat>(head.format);
-    entry.scale_count = head.scale_count;
-    entry.stored.etag = MakeEtag(head.generation, checksum);
-    return static_cast<uint64_t>(row.Int(6)) ==
-           EncodingHeadChecksum(key_of(entry), head, checksum);
+    if (static_cast<uint64_t>(row.Int(7)) !=
+        HeadChecksum(set->id, entry->tensor, head)) {
+      return CorruptEncoding(key_of(*entry), "fails its checksum");
+    }
+    entry->stored = Stored(head, *set, "");
+    entry->format = static_cast<core::NumberFormat>(head.format);
+    entry->scale_count = head.scale_count;
+    return absl::OkStatus();
   };
   absl::Status status = database_->Read([&](SqlConnection& connection) {
-    return select(kListEncodings, connection, read_head);
+    absl::Status listed = select(kListEncodings, connection, read_head);
+    if (!listed.ok() || !entries.empty()) return listed;
+    // Unless it is not known which ones there are.
+    return FindRowSet(connection, model, revision, RowKind::kEncodings)
+        .status();
   });
-  // A damaged page is no reason to keep the other rows back.
-  if (absl::IsDataLoss(status)) {
-    status = database_->Read([&](SqlConnection& connection) {
-      return select(kListEncodingNames, connection,
-                    [](const SqlStatement&) { return false; });
-    });
+  if (!absl::IsDataLoss(status)) {
+    if (!status.ok()) return status;
+    return entries;
   }
+  // A damaged page is no reason to keep the other rows back.
+  status = database_->Read([&](SqlConnection& connection) {
+    return select(kListEncodingNames, connection,
+                  [](const SqlStatement&, EncodingListEntry*) {
+                    return absl::OkStatus();
+                  });
+  });
   if (!status.ok()) return status;
-
-  // What was put without a checksum of its head, and what is damaged.
-  std::vector<std::pair<EncodingKey, uint64_t>> verified;
-  const std::string last = entries.empty() ? "" : entries.back().tensor;
-  int deleted_count = 0;
-  std::vector<EncodingListEntry> listed;
-  listed.reserve(entries.size());
-  for (size_t i = 0; i < entries.size(); ++i) {
-    EncodingListEntry& entry = listed.emplace_back(std::move(entries[i]));
-    if (!is_unverified[i]) continue;
-    absl::StatusOr<Row> row = ReadWhole(
-        key_of(entry), [](int64_t /*memory*/) { return absl::OkStatus(); });
-    if (row.ok()) {
-      entry.format = row->stored.encoding->format;
-      entry.scale_count =
-          static_cast<int64_t>(row->stored.encoding->scale.size());
-      entry.stored = std::move(row->stored);
+  for (EncodingListEntry& entry : entries) {
+    absl::StatusOr<StoredEncoding> stored = Get(key_of(entry));
+    if (stored.ok()) {
+      entry.format = stored->encoding->format;
+      entry.scale_count = static_cast<int64_t>(stored->encoding->scale.size());
+      entry.stored = *std::move(stored);
       entry.stored.encoding = nullptr;
-      verified.emplace_back(key_of(entry), row->head_checksum);
-    } else if (absl::IsDataLoss(row.status())) {
-      entry.error = row.status();
-    } else if (absl::IsNotFound(row.status())) {
-      // It was deleted in between.
-      listed.pop_back();
-      ++deleted_count;
+      entry.stored.provenance.clear();
+    } else if (absl::IsDataLoss(stored.status()) ||
+               absl::IsNotFound(stored.status())) {
+      // Where it was deleted in between, the entry says so.
+      entry.error = stored.status();
     } else {
-      return row.status();
+      return stored.status();
     }
   }
-  if (!verified.empty()) {
-    // So that the next list need not read them. If not now, then later.
-    const auto put = [&](SqlConnection& connection) -> absl::Status {
-      for (const auto& [key, checksum] : verified) {
-        absl::Status s = PutHeadChecksum(connection, key, checksum);
-        if (!s.ok()) return s;
-      }
-      return absl::OkStatus();
-    };
-    database_->WriteNow(put).IgnoreError();
-  }
-  if (deleted_count > 0) {
-    // A list that is shorter than it may be is the last one.
-    absl::StatusOr<std::vector<EncodingListEntry>> more =
-        ListEncodings(model, revision, last, deleted_count);
-    if (!more.ok()) return more.status();
-    std::move(more->begin(), more->end(), std::back_inserter(listed));
-  }
-  return listed;
+  return entries;
 }
 
 absl::StatusOr<std::vector<ModelListEntry>> SqlEncodingStore::ListModels(
@@ -1241,46 +1285,61 @@ absl::StatusOr<std::vector<RevisionListEntry>> SqlEncodingStore::ListRevisions(
 absl::StatusOr<int64_t> SqlEncodingStore::Check(
     absl::FunctionRef<void(const absl::Status&)> damaged) {
   int64_t count = 0;
-  EncodingKey last;
-  while (true) {
-    std::vector<EncodingKey> keys;
-    const auto list = [&](SqlConnection& connection) -> absl::Status {
-      const std::unique_ptr<SqlStatement> row =
-          connection.Prepare(kListEncodingKeys);
-      row->BindKey(last);
+  const auto check_set = [&](const ListedRowSet& set) -> absl::Status {
+    constexpr int64_t kPage = 1000;
+    std::vector<std::string> page;
+    do {
+      const std::string after = page.empty() ? "" : page.back();
+      page.clear();
+      const auto list = [&](SqlConnection& connection) -> absl::Status {
+        const std::unique_ptr<SqlStatement> row =
+            connection.Prepare(kListEncodingNames);
+        row->BindText(1, set.model);
+        row->BindText(2, set.revision);
+        row->BindText(3, after);
+        row->BindInt(4, kPage);
+        while (true) {
+          absl::StatusOr<bool> found = row->Step("cannot list encodings");
+          if (!found.ok()) return found.status();
+          if (!*found) return absl::OkStatus();
+          page.emplace_back(row->Bytes(0));
+        }
+      };
+      if (absl::Status s = database_->Read(list); !s.ok()) return s;
+      for (const std::string& tensor : page) {
+        ++count;
+        const absl::Status status =
+            Get({set.model, set.revision, tensor}).status();
+        // It was deleted in between.
+        if (status.ok() || absl::IsNotFound(status)) continue;
+        if (!absl::IsDataLoss(status)) return status;
+        damaged(status);
+      }
+    } while (!page.empty());
+    return absl::OkStatus();
+  };
+  absl::Status status =
+      ForEachRowSet(*database_, RowKind::kEncodings, damaged, check_set);
+  if (!status.ok()) return status;
+  const auto list_lost = [&](const char* sql, absl::string_view of,
+                             absl::string_view what) {
+    return database_->Read([&](SqlConnection& connection) -> absl::Status {
+      const std::unique_ptr<SqlStatement> row = connection.Prepare(sql);
       while (true) {
         absl::StatusOr<bool> found = row->Step("cannot list encodings");
         if (!found.ok()) return found.status();
         if (!*found) return absl::OkStatus();
-        keys.push_back({std::string(row->Bytes(0)), std::string(row->Bytes(1)),
-                        std::string(row->Bytes(2))});
+        damaged(core::StoreCorruptError(absl::StrCat(
+            "the ", of, " ", row->Int(0), " has ", row->Int(1), " ", what)));
       }
-    };
-    if (absl::Status s = database_->Read(list); !s.ok()) return s;
-    if (keys.empty()) break;
-    for (const EncodingKey& key : keys) {
-      ++count;
-      const absl::Status status = Get(key).status();
-      // It was deleted in between.
-      if (status.ok() || absl::IsNotFound(status)) continue;
-      if (!absl::IsDataLoss(status)) return status;
-      damaged(status);
-    }
-    last = std::move(keys.back());
-  }
-  const auto list = [&](SqlConnection& connection) -> absl::Status {
-    const std::unique_ptr<SqlStatement> row =
-        connection.Prepare(kListLostEncodingPieces);
-    while (true) {
-      absl::StatusOr<bool> found = row->Step("cannot list encodings");
-      if (!found.ok()) return found.status();
-      if (!*found) return absl::OkStatus();
-      damaged(core::StoreCorruptError(
-          absl::StrCat("the content ", row->Int(0), " has ", row->Int(1),
-                       " pieces of scales without an encoding")));
-    }
+    });
   };
-  if (absl::Status s = database_->Read(list); !s.ok()) return s;
+  status = list_lost(kListLostEncodings, "set", "encodings without a revision");
+  if (status.ok()) {
+    status = list_lost(kListLostEncodingPieces, "content",
+                       "pieces of scales without an encoding");
+  }
+  if (!status.ok()) return status;
   return count;
 }
 

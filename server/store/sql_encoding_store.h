@@ -61,17 +61,6 @@ class SqlEncodingStore : public EncodingStore {
       absl::FunctionRef<void(const absl::Status&)> damaged);
 
  private:
-  // A row, and what a list verifies its head with.
-  struct Row {
-    StoredEncoding stored;
-    uint64_t head_checksum = 0;
-  };
-
-  // Errors: ENCODING_NOT_FOUND, STORE_CORRUPT, that of `proceed`.
-  absl::StatusOr<Row> ReadWhole(
-      const EncodingKey& key,
-      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed);
-
   const std::shared_ptr<SqlDatabase> database_;
 };
 

@@ -24,6 +24,7 @@
 #include "server/store/gram_pieces.h"
 #include "server/store/moments_pieces.h"
 #include "server/store/row_checksum.h"
+#include "server/store/row_sets.h"
 #include "server/store/sql_usage.h"
 #include "server/store/statistics_pieces.h"
 #include "server/wire/names.h"
@@ -44,7 +45,7 @@ namespace {
 #define QUANTD_IS_NO_SUM(piece) #piece " <= 1099511627776"
 #define QUANTD_IS_OF_GRAM(piece) #piece " >= 1099511627776"
 #define QUANTD_OF_SOURCE \
-  "WHERE model = $1 AND revision = $2 AND tensor = $3 AND source = $4"
+  "WHERE set_id = " QUANTD_STATISTICS_SET " AND tensor = $3 AND source = $4"
 
 // With the sizes of what merging reads at once, whether there is a Gram matrix,
 // and the size of the moments.
@@ -71,20 +72,18 @@ constexpr char kSelectAll[] =
     "COALESCE(pieces.piece, -1), pieces.checksum, pieces.bytes, "
     "CASE WHEN COALESCE(pieces.piece, 0) = 0 THEN "
     "(SELECT CAST(COALESCE(SUM(length(grams.bytes)), 0) AS BIGINT) "
-    "FROM statistics_pieces AS grams WHERE grams.model = statistics.model "
-    "AND grams.revision = statistics.revision "
+    "FROM statistics_pieces AS grams WHERE grams.set_id = statistics.set_id "
     "AND grams.tensor = statistics.tensor "
     "AND grams.source = statistics.source "
     "AND grams.sequence = statistics.sequence "
     "AND " QUANTD_IS_OF_GRAM(grams.piece) ") END "
     "FROM statistics LEFT JOIN statistics_pieces AS pieces "
-    "ON pieces.model = statistics.model "
-    "AND pieces.revision = statistics.revision "
+    "ON pieces.set_id = statistics.set_id "
     "AND pieces.tensor = statistics.tensor "
     "AND pieces.source = statistics.source "
     "AND pieces.sequence = statistics.sequence "
     "AND " QUANTD_IS_NO_SUM(pieces.piece) " "
-    "WHERE statistics.model = $1 AND statistics.revision = $2 "
+    "WHERE statistics.set_id = " QUANTD_STATISTICS_SET " "
     "AND statistics.tensor = $3 AND ($4 = '' OR statistics.source = $4) "
     "ORDER BY statistics.source, pieces.piece";
 // A row per source and piece of its Gram matrix; one of a source that has none,
@@ -94,20 +93,18 @@ constexpr char kSelectGram[] =
     ", COALESCE(pieces.piece, -1), pieces.checksum, pieces.bytes, "
     "CASE WHEN pieces.piece IS NULL THEN "
     "(SELECT CAST(COALESCE(SUM(length(others.bytes)), 0) AS BIGINT) "
-    "FROM statistics_pieces AS others WHERE others.model = statistics.model "
-    "AND others.revision = statistics.revision "
+    "FROM statistics_pieces AS others WHERE others.set_id = statistics.set_id "
     "AND others.tensor = statistics.tensor "
     "AND others.source = statistics.source "
     "AND others.sequence = statistics.sequence) "
     "+ CAST(length(averages) + length(body) AS BIGINT) END "
     "FROM statistics LEFT JOIN statistics_pieces AS pieces "
-    "ON pieces.model = statistics.model "
-    "AND pieces.revision = statistics.revision "
+    "ON pieces.set_id = statistics.set_id "
     "AND pieces.tensor = statistics.tensor "
     "AND pieces.source = statistics.source "
     "AND pieces.sequence = statistics.sequence "
     "AND " QUANTD_IS_OF_GRAM(pieces.piece) " "
-    "WHERE statistics.model = $1 AND statistics.revision = $2 "
+    "WHERE statistics.set_id = " QUANTD_STATISTICS_SET " "
     "AND statistics.tensor = $3 AND ($4 = '' OR statistics.source = $4) "
     "ORDER BY statistics.source, pieces.piece";
 // The same of its moments.
@@ -115,94 +112,100 @@ constexpr char kSelectMoments[] =
     "SELECT " QUANTD_ROW_COLUMNS
     ", COALESCE(pieces.piece, -1), pieces.checksum, pieces.bytes "
     "FROM statistics LEFT JOIN statistics_pieces AS pieces "
-    "ON pieces.model = statistics.model "
-    "AND pieces.revision = statistics.revision "
+    "ON pieces.set_id = statistics.set_id "
     "AND pieces.tensor = statistics.tensor "
     "AND pieces.source = statistics.source "
     "AND pieces.sequence = statistics.sequence "
     "AND " QUANTD_IS_OF_MOMENTS(pieces.piece) " "
-    "WHERE statistics.model = $1 AND statistics.revision = $2 "
+    "WHERE statistics.set_id = " QUANTD_STATISTICS_SET " "
     "AND statistics.tensor = $3 AND ($4 = '' OR statistics.source = $4) "
     "ORDER BY statistics.source";
 // A piece of each other source that has it.
 constexpr char kSelectOtherPieces[] =
     "SELECT pieces.source, pieces.sequence, pieces.checksum, pieces.bytes "
     "FROM statistics_pieces AS pieces JOIN statistics "
-    "ON pieces.model = statistics.model "
-    "AND pieces.revision = statistics.revision "
+    "ON pieces.set_id = statistics.set_id "
     "AND pieces.tensor = statistics.tensor "
     "AND pieces.source = statistics.source "
     "AND pieces.sequence = statistics.sequence "
-    "WHERE pieces.model = $1 AND pieces.revision = $2 "
+    "WHERE pieces.set_id = " QUANTD_STATISTICS_SET
+    " "
     "AND pieces.tensor = $3 AND pieces.source <> $4 "
     "AND pieces.piece = $5";
 // Another source's row, without the large columns.
-constexpr char kSelectOther[] =
-    "SELECT " QUANTD_ROW_COLUMNS
-    " FROM statistics "
-    "WHERE model = $1 AND revision = $2 AND tensor = $3 AND source <> $4 "
-    "LIMIT 1";
+constexpr char kSelectOther[] = "SELECT " QUANTD_ROW_COLUMNS
+                                " FROM statistics "
+                                "WHERE set_id = " QUANTD_STATISTICS_SET
+                                " AND tensor = $3 AND source <> $4 "
+                                "LIMIT 1";
 constexpr char kSelectReplacedStatistics[] =
-    "SELECT principal, size_bytes FROM statistics " QUANTD_OF_SOURCE;
+    "SELECT principal, charged_bytes FROM statistics " QUANTD_OF_SOURCE;
 constexpr char kSelectChecksum[] =
     "SELECT checksum FROM statistics " QUANTD_OF_SOURCE;
 constexpr char kUpsertStatistics[] =
-    "INSERT INTO statistics (model, revision, tensor, source, "
+    "INSERT INTO statistics (set_id, tensor, source, "
     "sequence, update_time_us, size_bytes, mantissa_bits, block_size, shape, "
-    "body_checksum, checksum, averages, body, principal) "
-    "VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15) "
-    "ON CONFLICT (model, revision, tensor, source) DO UPDATE SET "
+    "body_checksum, checksum, averages, body, principal, slot, charged_bytes) "
+    "VALUES (" QUANTD_STATISTICS_SET
+    ", $3, $4, $5, $6, $7, $8, $9, $10, $11, "
+    "$12, $13, $14, $15, $16, $17) "
+    "ON CONFLICT (set_id, tensor, source) DO UPDATE SET "
     "sequence = excluded.sequence, update_time_us = excluded.update_time_us, "
     "size_bytes = excluded.size_bytes, "
     "mantissa_bits = excluded.mantissa_bits, "
     "block_size = excluded.block_size, shape = excluded.shape, "
     "body_checksum = excluded.body_checksum, checksum = excluded.checksum, "
     "averages = excluded.averages, body = excluded.body, "
-    "principal = excluded.principal";
+    "principal = excluded.principal, charged_bytes = excluded.charged_bytes";
 // All rows of the next tensors.
 constexpr char kList[] =
     "SELECT " QUANTD_ROW_COLUMNS
     ", tensor, (SELECT CAST(COALESCE(SUM(length(grams.bytes)), 0) AS BIGINT) "
-    "FROM statistics_pieces AS grams WHERE grams.model = statistics.model "
-    "AND grams.revision = statistics.revision "
+    "FROM statistics_pieces AS grams WHERE grams.set_id = statistics.set_id "
     "AND grams.tensor = statistics.tensor "
     "AND grams.source = statistics.source "
     "AND grams.sequence = statistics.sequence "
     "AND " QUANTD_IS_OF_GRAM(grams.piece) ") "
-    "FROM statistics WHERE model = $1 AND revision = $2 "
+    "FROM statistics WHERE set_id = " QUANTD_STATISTICS_SET " "
     "AND tensor > $3 AND tensor <= (SELECT MAX(tensor) FROM ("
-    "SELECT DISTINCT tensor FROM statistics WHERE model = $1 "
-    "AND revision = $2 AND tensor > $3 ORDER BY tensor LIMIT $4) AS page) "
+    "SELECT DISTINCT tensor FROM statistics WHERE set_id = " QUANTD_STATISTICS_SET " AND tensor > $3 ORDER BY tensor LIMIT $4) AS page) "
     "ORDER BY tensor, source";
 // From the index of the key, whatever is damaged beside that.
 constexpr char kListStatisticsNames[] =
     "SELECT DISTINCT tensor FROM statistics "
-    "WHERE model = $1 AND revision = $2 AND tensor > $3 "
+    "WHERE set_id = " QUANTD_STATISTICS_SET
+    " AND tensor > $3 "
     "ORDER BY tensor LIMIT $4";
-// Sources after one.
+// Sources of a set after one.
 constexpr char kListStatisticsKeys[] =
-    "SELECT model, revision, tensor, source FROM statistics "
-    "WHERE (model, revision, tensor, source) > ($1, $2, $3, $4) "
-    "ORDER BY model, revision, tensor, source LIMIT 1000";
+    "SELECT tensor, source FROM statistics "
+    "WHERE set_id = $1 AND (tensor, source) > ($2, $3) "
+    "ORDER BY tensor, source LIMIT 1000";
 // Pieces that no row has.
 constexpr char kListLostStatisticsPieces[] =
-    "SELECT model, revision, tensor, source, COUNT(*) "
+    "SELECT set_id, tensor, source, COUNT(*) "
     "FROM statistics_pieces AS pieces WHERE NOT EXISTS ("
-    "SELECT 1 FROM statistics WHERE statistics.model = pieces.model "
-    "AND statistics.revision = pieces.revision "
+    "SELECT 1 FROM statistics WHERE statistics.set_id = pieces.set_id "
     "AND statistics.tensor = pieces.tensor "
     "AND statistics.source = pieces.source "
     "AND statistics.sequence = pieces.sequence) "
     "AND NOT EXISTS (SELECT 1 FROM lost_statistics AS lost "
-    "WHERE lost.model = pieces.model AND lost.revision = pieces.revision "
+    "WHERE lost.set_id = pieces.set_id "
     "AND lost.tensor = pieces.tensor AND lost.source = pieces.source) "
-    "GROUP BY model, revision, tensor, source "
-    "ORDER BY model, revision, tensor, source";
+    "GROUP BY set_id, tensor, source ORDER BY set_id, tensor, source";
+// Rows of no revision, which nobody is to free either.
+constexpr char kListLostStatistics[] =
+    "SELECT set_id, COUNT(*) FROM statistics "
+    "WHERE set_id NOT IN (SELECT set_id FROM row_sets WHERE kind = 1) "
+    "AND set_id NOT IN (SELECT set_id FROM lost_sets WHERE kind = 1) "
+    "GROUP BY set_id ORDER BY set_id";
 constexpr char kSelectNewer[] =
-    "SELECT sequence FROM statistics WHERE model = $1 AND revision = $2 "
+    "SELECT sequence FROM statistics WHERE set_id = " QUANTD_STATISTICS_SET
+    " "
     "AND tensor = $3 AND update_time_us > $4 LIMIT 1";
 constexpr char kDeleteStatisticsRow[] =
-    "DELETE FROM statistics WHERE model = $1 AND revision = $2 AND tensor = $3 "
+    "DELETE FROM statistics WHERE set_id = " QUANTD_STATISTICS_SET
+    " AND tensor = $3 "
     "AND ($4 = '' OR source = $4) RETURNING sequence";
 
 #undef QUANTD_OF_SOURCE
@@ -256,7 +259,13 @@ uint64_t StatisticsHeadChecksum(const EncodingKey& key,
                           Pack(head.shape)});
 }
 
-absl::Status NoSuchStatistics(const EncodingKey& key) {
+// Errors: STATISTICS_NOT_FOUND; STORE_CORRUPT where that is not known.
+absl::Status NoSuchStatistics(SqlConnection& connection,
+                              const EncodingKey& key) {
+  const absl::Status status =
+      FindRowSet(connection, key.model, key.revision, RowKind::kStatistics)
+          .status();
+  if (!status.ok()) return status;
   return core::StatisticsNotFoundError(key.model, key.revision, key.tensor);
 }
 
@@ -511,6 +520,12 @@ class Merger {
   // Errors: STATISTICS_MISMATCH, STATISTICS_TOO_LARGE, QUOTA_EXCEEDED,
   // STORE_CORRUPT, STORE_UNAVAILABLE.
   absl::StatusOr<bool> Write(int64_t limit_bytes) {
+    absl::StatusOr<absl::optional<RowSet>> set =
+        FindRowSet(connection_, key_.tensor.model, key_.tensor.revision,
+                   RowKind::kStatistics);
+    if (!set.ok()) return set.status();
+    if (!set->has_value()) return false;
+    set_id_ = (*set)->id;
     if (!before_.has_value()) return WriteFirst(limit_bytes);
     absl::StatusOr<bool> written = WriteMerged(limit_bytes);
     // Who deletes the source meanwhile takes pieces away that were to be read.
@@ -525,8 +540,13 @@ class Merger {
  private:
   static constexpr absl::string_view kWhat = "cannot contribute statistics";
 
-  // Whether the row that was read is there, or none still.
+  // Whether the row that was read is there, or none still, in the same set.
   absl::StatusOr<bool> IsUnchanged() {
+    const absl::StatusOr<absl::optional<RowSet>> set =
+        FindRowSet(connection_, key_.tensor.model, key_.tensor.revision,
+                   RowKind::kStatistics);
+    if (!set.ok()) return set.status();
+    if (!set->has_value() || (*set)->id != set_id_) return false;
     const std::unique_ptr<SqlStatement> row = Select(kSelectChecksum);
     absl::StatusOr<bool> found = row->Step(kWhat);
     if (!found.ok()) return found.status();
@@ -583,7 +603,7 @@ class Merger {
   }
 
   SourceVersion VersionOf(uint64_t sequence) const {
-    return {key_.tensor, key_.source, static_cast<int64_t>(sequence)};
+    return {key_.tensor, key_.source, static_cast<int64_t>(sequence), set_id_};
   }
 
   absl::Status Corrupt(absl::string_view what) const {
@@ -750,6 +770,8 @@ class Merger {
       if (!found.ok()) return found.status();
       if (*found) replaced = {true, std::string(row->Bytes(0)), row->Int(1)};
     }
+    const int64_t charged_bytes = head.size_bytes + NameBytes(key_.tensor) +
+                                  static_cast<int64_t>(head.source.size());
     const std::string packed_block_size = Pack(head.block_size);
     const std::string packed_shape = Pack(head.shape);
     {
@@ -769,11 +791,13 @@ class Merger {
       row->BindBytes(13, averages);
       row->BindBytes(14, body);
       row->BindText(15, account.principal);
+      row->BindInt(16, SlotOf(key_.tensor.tensor));
+      row->BindInt(17, charged_bytes);
       if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
     }
     if (absl::Status s = writer->DeleteOthers(moments_end_, gram_end_); !s.ok())
       return s;
-    status = CheckQuotas(connection_, account, replaced, head.size_bytes);
+    status = CheckQuotas(connection_, account, replaced, charged_bytes);
     if (!status.ok()) return status;
     return true;
   }
@@ -783,6 +807,8 @@ class Merger {
   const core::StatisticsState& part_;
   const core::GramState::Parts* const gram_;
   const double averaging_constant_;
+  // Where pieces are written.
+  int64_t set_id_ = 0;
   // The row that is there, if any, and what it and its largest piece take.
   absl::optional<StatisticsRowHead> before_;
   uint64_t before_checksum_ = 0;
@@ -817,10 +843,17 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
     outcome = {static_cast<uint64_t>(**counted), true};
     return true;
   };
+  bool has_set = false;
   // Mostly told without waiting for those that write.
   const auto look = [&](SqlConnection& connection) -> absl::Status {
     Merger merger(&connection, key, part, nullptr, averaging_constant);
-    return is_duplicate(merger).status();
+    absl::StatusOr<bool> duplicate = is_duplicate(merger);
+    if (!duplicate.ok() || *duplicate) return duplicate.status();
+    const absl::StatusOr<absl::optional<RowSet>> set =
+        FindRowSet(connection, key.tensor.model, key.tensor.revision,
+                   RowKind::kStatistics);
+    has_set = set.ok() && set->has_value();
+    return set.status();
   };
   if (absl::Status s = database_->Read(look); !s.ok()) return s;
   if (outcome.duplicate) return outcome;
@@ -844,10 +877,20 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
     if (!written.ok()) return written.status();
     return *written ? absl::OkStatus() : overtaken;
   };
+  // Briefly: whoever else adds the same set waits for it.
+  const auto add_set = [&](SqlConnection& connection) {
+    return FindOrAddRowSet(connection, key.tensor.model, key.tensor.revision,
+                           RowKind::kStatistics)
+        .status();
+  };
   // Nobody but who deletes the source overtakes.
   absl::Status status;
   do {
+    if (!has_set) {
+      if (absl::Status s = database_->Write(add_set); !s.ok()) return s;
+    }
     status = database_->Write(write);
+    has_set = false;
   } while (status == overtaken);
   if (!status.ok()) return status;
   return outcome;
@@ -892,7 +935,8 @@ absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadSources(
       }
       if (absl::Status s = reader->Add(*row); !s.ok()) return s;
     }
-    return stored.sources.empty() ? NoSuchStatistics(key) : absl::OkStatus();
+    return stored.sources.empty() ? NoSuchStatistics(connection, key)
+                                  : absl::OkStatus();
   };
   if (absl::Status s = database_->Read(read); !s.ok()) return s;
   return stored;
@@ -960,7 +1004,7 @@ absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGrams(
       int64_t* const to = whole->code_sums.data() + assembler->first_sum();
       for (size_t i = 0; i < sums->size(); ++i) to[i] += (*sums)[i];
     }
-    return is_there ? absl::OkStatus() : NoSuchStatistics(key);
+    return is_there ? absl::OkStatus() : NoSuchStatistics(connection, key);
   };
   if (absl::Status s = database_->Read(read); !s.ok()) return s;
   if (!whole.has_value()) return absl::optional<core::GramState>();
@@ -1029,7 +1073,7 @@ SqlStatisticsStore::ReadMomentsOf(
         return SourceCorruptError(key, head->source, status.message());
       }
     }
-    return is_there ? absl::OkStatus() : NoSuchStatistics(key);
+    return is_there ? absl::OkStatus() : NoSuchStatistics(connection, key);
   };
   if (absl::Status s = database_->Read(read); !s.ok()) return s;
   return whole;
@@ -1106,7 +1150,11 @@ SqlStatisticsStore::ListStatistics(absl::string_view model,
     return absl::OkStatus();
   };
   absl::Status status = database_->Read([&](SqlConnection& connection) {
-    return list(connection, std::string(after), limit);
+    absl::Status listed = list(connection, std::string(after), limit);
+    if (!listed.ok() || !entries.empty()) return listed;
+    // Unless it is not known which ones there are.
+    return FindRowSet(connection, model, revision, RowKind::kStatistics)
+        .status();
   });
   if (absl::IsDataLoss(status)) status = database_->Read(list_one_by_one);
   if (!status.ok()) return status;
@@ -1116,44 +1164,66 @@ SqlStatisticsStore::ListStatistics(absl::string_view model,
 absl::StatusOr<int64_t> SqlStatisticsStore::Check(
     absl::FunctionRef<void(const absl::Status&)> damaged) {
   int64_t count = 0;
-  ContributionKey last;
-  while (true) {
-    std::vector<ContributionKey> keys;
-    const auto list = [&](SqlConnection& connection) -> absl::Status {
-      const std::unique_ptr<SqlStatement> row =
-          connection.Prepare(kListStatisticsKeys);
-      row->BindKey(last.tensor);
-      row->BindText(4, last.source);
-      while (true) {
-        absl::StatusOr<bool> found = row->Step("cannot list statistics");
-        if (!found.ok()) return found.status();
-        if (!*found) return absl::OkStatus();
-        ContributionKey& key = keys.emplace_back();
-        key.tensor = {std::string(row->Bytes(0)), std::string(row->Bytes(1)),
-                      std::string(row->Bytes(2))};
-        key.source = std::string(row->Bytes(3));
-      }
-    };
-    if (absl::Status s = database_->Read(list); !s.ok()) return s;
-    if (keys.empty()) break;
-    for (const ContributionKey& key : keys) {
-      ++count;
-      const auto proceed = [](int64_t /*memory*/) { return absl::OkStatus(); };
-      absl::Status status =
-          ReadSources(key.tensor, key.source, proceed).status();
-      if (status.ok()) {
-        status = ReadGrams(key.tensor, key.source, proceed).status();
-      }
-      if (status.ok()) {
-        status = ReadMomentsOf(key.tensor, key.source, proceed).status();
-      }
-      // It was deleted in between.
-      if (status.ok() || absl::IsNotFound(status)) continue;
-      if (!absl::IsDataLoss(status)) return status;
-      damaged(status);
+  const auto check = [&](const ContributionKey& key) -> absl::Status {
+    ++count;
+    const auto proceed = [](int64_t /*memory*/) { return absl::OkStatus(); };
+    absl::Status status = ReadSources(key.tensor, key.source, proceed).status();
+    if (status.ok()) {
+      status = ReadGrams(key.tensor, key.source, proceed).status();
     }
-    last = std::move(keys.back());
-  }
+    if (status.ok()) {
+      status = ReadMomentsOf(key.tensor, key.source, proceed).status();
+    }
+    // It was deleted in between.
+    if (status.ok() || absl::IsNotFound(status)) return absl::OkStatus();
+    if (!absl::IsDataLoss(status)) return status;
+    damaged(status);
+    return absl::OkStatus();
+  };
+  const auto check_set = [&](const ListedRowSet& set) -> absl::Status {
+    std::vector<ContributionKey> page;
+    do {
+      const ContributionKey last =
+          page.empty() ? ContributionKey() : page.back();
+      page.clear();
+      const auto list = [&](SqlConnection& connection) -> absl::Status {
+        const std::unique_ptr<SqlStatement> row =
+            connection.Prepare(kListStatisticsKeys);
+        row->BindInt(1, set.set->id);
+        row->BindText(2, last.tensor.tensor);
+        row->BindText(3, last.source);
+        while (true) {
+          absl::StatusOr<bool> found = row->Step("cannot list statistics");
+          if (!found.ok()) return found.status();
+          if (!*found) return absl::OkStatus();
+          ContributionKey& key = page.emplace_back();
+          key.tensor = {set.model, set.revision, std::string(row->Bytes(0))};
+          key.source = std::string(row->Bytes(1));
+        }
+      };
+      if (absl::Status s = database_->Read(list); !s.ok()) return s;
+      for (const ContributionKey& key : page) {
+        if (absl::Status s = check(key); !s.ok()) return s;
+      }
+    } while (!page.empty());
+    return absl::OkStatus();
+  };
+  absl::Status status =
+      ForEachRowSet(*database_, RowKind::kStatistics, damaged, check_set);
+  if (!status.ok()) return status;
+  const auto list_rows = [&](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kListLostStatistics);
+    while (true) {
+      absl::StatusOr<bool> found = row->Step("cannot list statistics");
+      if (!found.ok()) return found.status();
+      if (!*found) return absl::OkStatus();
+      damaged(core::StoreCorruptError(
+          absl::StrCat("the set ", row->Int(0), " has ", row->Int(1),
+                       " statistics without a revision")));
+    }
+  };
+  if (absl::Status s = database_->Read(list_rows); !s.ok()) return s;
   const auto list = [&](SqlConnection& connection) -> absl::Status {
     const std::unique_ptr<SqlStatement> row =
         connection.Prepare(kListLostStatisticsPieces);
@@ -1161,12 +1231,10 @@ absl::StatusOr<int64_t> SqlStatisticsStore::Check(
       absl::StatusOr<bool> found = row->Step("cannot list statistics");
       if (!found.ok()) return found.status();
       if (!*found) return absl::OkStatus();
-      const EncodingKey key{std::string(row->Bytes(0)),
-                            std::string(row->Bytes(1)),
-                            std::string(row->Bytes(2))};
-      damaged(SourceCorruptError(
-          key, row->Bytes(3),
-          absl::StrCat("have ", row->Int(4), " pieces without a row")));
+      damaged(core::StoreCorruptError(
+          absl::StrCat("statistics of source \"", ShownName(row->Bytes(2)),
+                       "\" for tensor \"", ShownName(row->Bytes(1)), "\" have ",
+                       row->Int(3), " pieces without a row")));
     }
   };
   if (absl::Status s = database_->Read(list); !s.ok()) return s;
@@ -1175,31 +1243,28 @@ absl::StatusOr<int64_t> SqlStatisticsStore::Check(
 
 absl::Status SqlStatisticsStore::DeleteStatisticsUpTo(const EncodingKey& key,
                                                       absl::Time update_time) {
-  return database_->Write([&](SqlConnection& connection) -> absl::Status {
-    if (absl::Status s = connection.LockTensor(key); !s.ok()) return s;
-    {
-      const std::unique_ptr<SqlStatement> row =
-          connection.Prepare(kSelectNewer);
-      row->BindKey(key);
-      row->BindInt(4, absl::ToUnixMicros(update_time));
-      absl::StatusOr<bool> found = row->Step("cannot delete statistics");
-      if (!found.ok()) return found.status();
-      if (*found) return NoSuchStatistics(key);
-    }
-    const std::unique_ptr<SqlStatement> row =
-        connection.Prepare(kDeleteStatisticsRow);
+  return Delete(key, "", [&](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectNewer);
     row->BindKey(key);
-    row->BindText(4, "");
+    row->BindInt(4, absl::ToUnixMicros(update_time));
     absl::StatusOr<bool> found = row->Step("cannot delete statistics");
     if (!found.ok()) return found.status();
-    return *found ? absl::OkStatus() : NoSuchStatistics(key);
+    return *found ? NoSuchStatistics(connection, key) : absl::OkStatus();
   });
 }
 
 absl::Status SqlStatisticsStore::DeleteStatistics(const EncodingKey& key,
                                                   absl::string_view source) {
-  return database_->Write([&](SqlConnection& connection) -> absl::Status {
+  return Delete(key, source,
+                [](SqlConnection& /*connection*/) { return absl::OkStatus(); });
+}
+
+absl::Status SqlStatisticsStore::Delete(
+    const EncodingKey& key, absl::string_view source,
+    absl::FunctionRef<absl::Status(SqlConnection&)> check) {
+  const auto remove = [&](SqlConnection& connection) -> absl::Status {
     if (absl::Status s = connection.LockTensor(key); !s.ok()) return s;
+    if (absl::Status s = check(connection); !s.ok()) return s;
     const std::unique_ptr<SqlStatement> row =
         connection.Prepare(kDeleteStatisticsRow);
     row->BindKey(key);
@@ -1207,8 +1272,13 @@ absl::Status SqlStatisticsStore::DeleteStatistics(const EncodingKey& key,
     // All rows are deleted before the first one is answered.
     absl::StatusOr<bool> found = row->Step("cannot delete statistics");
     if (!found.ok()) return found.status();
-    return *found ? absl::OkStatus() : NoSuchStatistics(key);
-  });
+    return *found ? absl::OkStatus() : NoSuchStatistics(connection, key);
+  };
+  if (absl::Status s = database_->Write(remove); !s.ok()) return s;
+  // An empty set that stays is in nobody's way.
+  UnassignEmptyRowSet(*database_, key.model, key.revision, RowKind::kStatistics)
+      .IgnoreError();
+  return absl::OkStatus();
 }
 
 }  // namespace quantd::server

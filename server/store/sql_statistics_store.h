@@ -71,6 +71,10 @@ class SqlStatisticsStore : public StatisticsStore {
       const EncodingKey& key, absl::string_view source,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed);
 
+  // Of all sources, or unless it is empty of one; `check` may refuse it.
+  absl::Status Delete(const EncodingKey& key, absl::string_view source,
+                      absl::FunctionRef<absl::Status(SqlConnection&)> check);
+
   const std::shared_ptr<SqlDatabase> database_;
   const int64_t limit_bytes_;
 };

@@ -1,7 +1,6 @@
 #include "server/store/sqlite_database.h"
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
@@ -10,7 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -54,263 +52,83 @@ constexpr int64_t kKeptFreePages = 256;
 constexpr int64_t kKeptFreePart = 32;
 constexpr char kSqlitePing[] = "SELECT last FROM generations WHERE id = 0";
 
-// They count what is in a table, in the transaction of the change.
-// `is_encodings`  the table is of encodings, otherwise of statistics.
-// `names`, `content`  SQL for the bytes of a row's names and of the rest of it,
-//                     with ROW where the row stands.
-std::string CountTriggers(absl::string_view table, bool is_encodings,
-                          absl::string_view names, absl::string_view content) {
-  // How many encodings and statistics a row counts for.
-  const absl::string_view one = is_encodings ? "1, 0" : "0, 1";
-  const absl::string_view minus_one = is_encodings ? "-1, 0" : "0, -1";
-  const auto of = [](absl::string_view row, absl::string_view sql) {
-    return absl::StrReplaceAll(sql, {{"ROW", row}});
-  };
+// They count what is in a table of rows, in the transaction of the change. Rows
+// that move to another set are counted by who moves them.
+std::string CountTriggers(absl::string_view table) {
   return absl::StrReplaceAll(
       R"sql(
       CREATE TRIGGER $TABLE_insert AFTER INSERT ON $TABLE BEGIN
-        INSERT INTO count_changes VALUES (
-          NEW.model, NEW.revision, NEW.principal, $ONE,
-          $NEW_NAMES + $NEW_CONTENT, NEW.update_time_us);
+        INSERT INTO count_changes VALUES (NEW.set_id, NEW.principal, NEW.slot,
+          1, NEW.charged_bytes, NEW.update_time_us);
       END;
       CREATE TRIGGER $TABLE_update AFTER UPDATE ON $TABLE
-      WHEN OLD.principal = NEW.principal AND OLD.revision = NEW.revision BEGIN
-        INSERT INTO count_changes VALUES (
-          NEW.model, NEW.revision, NEW.principal, 0, 0,
-          $NEW_CONTENT - $OLD_CONTENT, NEW.update_time_us);
+      WHEN OLD.set_id = NEW.set_id AND OLD.principal = NEW.principal BEGIN
+        INSERT INTO count_changes VALUES (NEW.set_id, NEW.principal, NEW.slot,
+          0, NEW.charged_bytes - OLD.charged_bytes, NEW.update_time_us);
       END;
       CREATE TRIGGER $TABLE_hand_over AFTER UPDATE ON $TABLE
-      WHEN OLD.principal <> NEW.principal OR OLD.revision <> NEW.revision BEGIN
-        INSERT INTO count_changes VALUES (
-          NEW.model, NEW.revision, NEW.principal, $ONE,
-          $NEW_NAMES + $NEW_CONTENT, NEW.update_time_us);
-        INSERT INTO count_changes VALUES (
-          OLD.model, OLD.revision, OLD.principal, $MINUS_ONE,
-          -($OLD_NAMES + $OLD_CONTENT), 0);
+      WHEN OLD.set_id = NEW.set_id AND OLD.principal <> NEW.principal BEGIN
+        INSERT INTO count_changes VALUES (NEW.set_id, NEW.principal, NEW.slot,
+          1, NEW.charged_bytes, NEW.update_time_us);
+        INSERT INTO count_changes VALUES (OLD.set_id, OLD.principal, OLD.slot,
+          -1, -OLD.charged_bytes, 0);
       END;
       CREATE TRIGGER $TABLE_delete AFTER DELETE ON $TABLE BEGIN
-        INSERT INTO count_changes VALUES (
-          OLD.model, OLD.revision, OLD.principal, $MINUS_ONE,
-          -($OLD_NAMES + $OLD_CONTENT), 0);
+        INSERT INTO count_changes VALUES (OLD.set_id, OLD.principal, OLD.slot,
+          -1, -OLD.charged_bytes, 0);
       END;
     )sql",
-      {{"$TABLE", table},
-       {"$ONE", one},
-       {"$MINUS_ONE", minus_one},
-       {"$NEW_NAMES", of("NEW", names)},
-       {"$OLD_NAMES", of("OLD", names)},
-       {"$NEW_CONTENT", of("NEW", content)},
-       {"$OLD_CONTENT", of("OLD", content)}});
+      {{"$TABLE", table}});
 }
 
-constexpr absl::string_view kEncodingNames =
-    "length(ROW.model) + length(ROW.revision)"
-    " + length(CAST(ROW.tensor AS BLOB))";
-
-std::string EncodingTriggers() {
-  return CountTriggers("encodings", true, kEncodingNames, "length(ROW.body)");
-}
-
-std::string StatisticsTriggers() {
-  return CountTriggers("statistics", false,
-                       "length(ROW.model) + length(ROW.revision)"
-                       " + length(CAST(ROW.tensor AS BLOB))"
-                       " + length(CAST(ROW.source AS BLOB))",
-                       "ROW.size_bytes");
-}
-
-// Migration i brings a store from version i to i + 1.
-std::array<std::string, kSqliteSchemaVersion> Migrations() {
-  return {
-      // The columns that lists read stand before `body`, so that a list never
-      // walks the overflow pages of a large one.
+// `principal` is who wrote the row last, empty for nobody in particular.
+// `charged_bytes` are those of names and contents. The columns that lists read
+// stand before `body`, so that a list never walks the overflow pages of a large
+// one.
+std::string Schema() {
+  return absl::StrCat(
       R"sql(
       CREATE TABLE generations (
         id INTEGER PRIMARY KEY CHECK (id = 0),
         last INTEGER NOT NULL
       ) STRICT;
       INSERT INTO generations (id, last) VALUES (0, 0);
-      CREATE TABLE encodings (
+
+      -- See row_sets.h.
+      CREATE TABLE row_sets (
         model TEXT NOT NULL,
         revision TEXT NOT NULL,
+        kind INTEGER NOT NULL,
+        set_id INTEGER NOT NULL UNIQUE,
+        generation INTEGER NOT NULL,
+        update_time_us INTEGER NOT NULL,
+        checksum INTEGER NOT NULL,
+        PRIMARY KEY (model, revision, kind)
+      ) STRICT;
+      CREATE TABLE lost_sets (
+        set_id INTEGER NOT NULL PRIMARY KEY,
+        kind INTEGER NOT NULL
+      ) STRICT;
+
+      CREATE TABLE encodings (
+        set_id INTEGER NOT NULL,
         tensor TEXT NOT NULL,
         generation INTEGER NOT NULL,
         update_time_us INTEGER NOT NULL,
         format INTEGER NOT NULL,
         scale_count INTEGER NOT NULL,
         checksum INTEGER NOT NULL,
+        head_checksum INTEGER NOT NULL,
+        principal TEXT NOT NULL,
+        slot INTEGER NOT NULL,
+        charged_bytes INTEGER NOT NULL,
+        content_id INTEGER NOT NULL,
+        content_bytes INTEGER NOT NULL,
         body BLOB NOT NULL,
-        PRIMARY KEY (model, revision, tensor)
+        PRIMARY KEY (set_id, tensor)
       ) STRICT;
-    )sql",
-      R"sql(
-      CREATE TABLE statistics (
-        model TEXT NOT NULL,
-        revision TEXT NOT NULL,
-        tensor TEXT NOT NULL,
-        source TEXT NOT NULL,
-        sequence INTEGER NOT NULL,
-        update_time_us INTEGER NOT NULL,
-        size_bytes INTEGER NOT NULL,
-        mantissa_bits INTEGER NOT NULL,
-        block_size BLOB NOT NULL,
-        shape BLOB NOT NULL,
-        body_checksum INTEGER NOT NULL,
-        checksum INTEGER NOT NULL,
-        averages BLOB NOT NULL,
-        body BLOB NOT NULL,
-        PRIMARY KEY (model, revision, tensor, source)
-      ) STRICT;
-    )sql",
-      // Counts by triggers: in the transaction of the change, whichever version
-      // of quantd makes it. `principal` is who wrote the row last, empty for
-      // nobody in particular. `bytes` are those of names and contents.
-      //
-      // No row that is there is changed, and one on a damaged page keeps nobody
-      // from the others. ALTER TABLE would read all rows of a STRICT table.
-      absl::StrCat(R"sql(
-      PRAGMA writable_schema = ON;
-      UPDATE sqlite_schema SET sql = replace(sql, 'body BLOB NOT NULL,',
-          'body BLOB NOT NULL, principal TEXT NOT NULL DEFAULT ' || quote('') || ',')
-        WHERE type = 'table' AND name IN ('encodings', 'statistics');
-      PRAGMA writable_schema = RESET;
-      CREATE TABLE revision_counts (
-        model TEXT NOT NULL,
-        revision TEXT NOT NULL,
-        encodings INTEGER NOT NULL,
-        statistics INTEGER NOT NULL,
-        bytes INTEGER NOT NULL,
-        update_time_us INTEGER NOT NULL,
-        PRIMARY KEY (model, revision)
-      ) STRICT, WITHOUT ROWID;
-      -- Of 'models:*' for all, 'models:PREFIX/' and 'principal:NAME'.
-      CREATE TABLE usage_counts (
-        scope TEXT NOT NULL PRIMARY KEY,
-        row_count INTEGER NOT NULL,
-        bytes INTEGER NOT NULL
-      ) STRICT, WITHOUT ROWID;
-      -- Where the slashes of a model's name may stand.
-      CREATE TABLE path_positions (position INTEGER PRIMARY KEY) STRICT;
-      WITH RECURSIVE positions (position) AS (
-        SELECT 1 UNION ALL
-        SELECT position + 1 FROM positions WHERE position < 256
-      ) INSERT INTO path_positions SELECT position FROM positions;
-
-      -- What is inserted here is added to the counts.
-      CREATE VIEW count_changes AS SELECT
-        '' AS model, '' AS revision, '' AS principal, 0 AS encodings,
-        0 AS statistics, 0 AS bytes, 0 AS update_time_us;
-      CREATE TRIGGER count_change INSTEAD OF INSERT ON count_changes BEGIN
-        INSERT INTO revision_counts VALUES (
-          NEW.model, NEW.revision, NEW.encodings, NEW.statistics, NEW.bytes,
-          NEW.update_time_us
-        ) ON CONFLICT (model, revision) DO UPDATE SET
-          encodings = encodings + excluded.encodings,
-          statistics = statistics + excluded.statistics,
-          bytes = bytes + excluded.bytes,
-          update_time_us = MAX(update_time_us, excluded.update_time_us);
-        DELETE FROM revision_counts
-          WHERE NEW.encodings + NEW.statistics < 0 AND model = NEW.model
-            AND revision = NEW.revision AND encodings = 0 AND statistics = 0;
-        -- Of no more prefixes than a quota may have slashes: the access file
-        -- refuses longer ones.
-        INSERT INTO usage_counts
-          SELECT 'models:*', NEW.encodings + NEW.statistics, NEW.bytes
-          UNION ALL
-          SELECT 'models:' || substr(NEW.model, 1, position),
-            NEW.encodings + NEW.statistics, NEW.bytes
-            FROM (SELECT position FROM path_positions
-              WHERE position <= length(NEW.model)
-                AND substr(NEW.model, position, 1) = '/'
-              ORDER BY position LIMIT 8)
-          UNION ALL
-          SELECT 'principal:' || NEW.principal,
-            NEW.encodings + NEW.statistics, NEW.bytes WHERE NEW.principal <> ''
-          ON CONFLICT (scope) DO UPDATE SET
-            row_count = row_count + excluded.row_count,
-            bytes = bytes + excluded.bytes;
-        DELETE FROM usage_counts
-          WHERE NEW.encodings + NEW.statistics < 0 AND row_count = 0
-            AND bytes = 0 AND scope IN (
-              SELECT 'principal:' || NEW.principal UNION ALL
-              SELECT 'models:' || substr(NEW.model, 1, position)
-                FROM path_positions WHERE position <= length(NEW.model)
-                  AND substr(NEW.model, position, 1) = '/');
-      END;
-
-    )sql",
-                   EncodingTriggers(), StatisticsTriggers(), R"sql(
-      -- What is there already, a revision at a time.
-      INSERT INTO count_changes
-        SELECT model, revision, '', COUNT(*), 0,
-          SUM(length(model) + length(revision) + length(CAST(tensor AS BLOB))
-            + number_or_zero(
-              'SELECT length(body) FROM encodings WHERE rowid = ?', rowid)),
-          MAX(number_or_zero(
-            'SELECT update_time_us FROM encodings WHERE rowid = ?', rowid))
-        FROM encodings $ACCESS
-        GROUP BY model, revision;
-      INSERT INTO count_changes
-        SELECT model, revision, '', 0, COUNT(*),
-          SUM(length(model) + length(revision) + length(CAST(tensor AS BLOB))
-            + length(CAST(source AS BLOB)) + number_or_zero(
-              'SELECT size_bytes FROM statistics WHERE rowid = ?', rowid)),
-          MAX(number_or_zero(
-            'SELECT update_time_us FROM statistics WHERE rowid = ?', rowid))
-        FROM statistics $ACCESS
-        GROUP BY model, revision;
-    )sql"),
-      // What follows the body of a row of `statistics`, see
-      // statistics_pieces.h.
-      R"sql(
-      CREATE TABLE statistics_pieces (
-        model TEXT NOT NULL,
-        revision TEXT NOT NULL,
-        tensor TEXT NOT NULL,
-        source TEXT NOT NULL,
-        sequence INTEGER NOT NULL,
-        piece INTEGER NOT NULL,
-        checksum INTEGER NOT NULL,
-        bytes BLOB NOT NULL,
-        PRIMARY KEY (model, revision, tensor, source, sequence, piece)
-      ) STRICT;
-      CREATE TRIGGER statistics_delete_pieces AFTER DELETE ON statistics BEGIN
-        DELETE FROM statistics_pieces WHERE model = OLD.model
-          AND revision = OLD.revision AND tensor = OLD.tensor
-          AND source = OLD.source;
-      END;
-    )sql",
-      // Checksums over what lists read of a row of `encodings`.
-      R"sql(
-      CREATE TABLE encoding_heads (
-        model TEXT NOT NULL,
-        revision TEXT NOT NULL,
-        tensor TEXT NOT NULL,
-        checksum INTEGER NOT NULL,
-        PRIMARY KEY (model, revision, tensor)
-      ) STRICT, WITHOUT ROWID;
-      CREATE TRIGGER encodings_delete_head AFTER DELETE ON encodings BEGIN
-        DELETE FROM encoding_heads WHERE model = OLD.model
-          AND revision = OLD.revision AND tensor = OLD.tensor;
-      END;
-    )sql",
-      // Scales in pieces under an id of their own, so that an encoding can be
-      // renamed without writing them. What is not used any more is noted, and
-      // freed later in steps. No row that is there is read.
-      absl::StrCat(R"sql(
-      PRAGMA writable_schema = ON;
-      UPDATE sqlite_schema SET sql = replace(sql,
-          'principal TEXT NOT NULL DEFAULT ' || quote('') || ',',
-          'principal TEXT NOT NULL DEFAULT ' || quote('') || ','
-          || ' content_id INTEGER NOT NULL DEFAULT 0,'
-          || ' content_bytes INTEGER NOT NULL DEFAULT 0,')
-        WHERE type = 'table' AND name = 'encodings';
-      PRAGMA writable_schema = RESET;
-      DROP TRIGGER IF EXISTS encodings_insert;
-      DROP TRIGGER IF EXISTS encodings_update;
-      DROP TRIGGER IF EXISTS encodings_hand_over;
-      DROP TRIGGER IF EXISTS encodings_delete;
-      DROP TRIGGER IF EXISTS statistics_delete_pieces;
+      -- Scales of large ones, under an id of their own. What is not used any
+      -- more is noted, and freed later in steps.
       CREATE TABLE encoding_pieces (
         content_id INTEGER NOT NULL,
         piece INTEGER NOT NULL,
@@ -325,13 +143,6 @@ std::array<std::string, kSqliteSchemaVersion> Migrations() {
       CREATE TABLE lost_contents (
         content_id INTEGER NOT NULL PRIMARY KEY
       ) STRICT;
-      CREATE TABLE lost_statistics (
-        model TEXT NOT NULL,
-        revision TEXT NOT NULL,
-        tensor TEXT NOT NULL,
-        source TEXT NOT NULL,
-        PRIMARY KEY (model, revision, tensor, source)
-      ) STRICT, WITHOUT ROWID;
       CREATE TRIGGER encodings_lose_deleted AFTER DELETE ON encodings
       WHEN OLD.content_id <> 0 BEGIN
         INSERT OR IGNORE INTO lost_contents VALUES (OLD.content_id);
@@ -340,13 +151,124 @@ std::array<std::string, kSqliteSchemaVersion> Migrations() {
       WHEN OLD.content_id <> 0 AND OLD.content_id <> NEW.content_id BEGIN
         INSERT OR IGNORE INTO lost_contents VALUES (OLD.content_id);
       END;
+
+      CREATE TABLE statistics (
+        set_id INTEGER NOT NULL,
+        tensor TEXT NOT NULL,
+        source TEXT NOT NULL,
+        sequence INTEGER NOT NULL,
+        update_time_us INTEGER NOT NULL,
+        size_bytes INTEGER NOT NULL,
+        mantissa_bits INTEGER NOT NULL,
+        block_size BLOB NOT NULL,
+        shape BLOB NOT NULL,
+        body_checksum INTEGER NOT NULL,
+        checksum INTEGER NOT NULL,
+        principal TEXT NOT NULL,
+        slot INTEGER NOT NULL,
+        charged_bytes INTEGER NOT NULL,
+        averages BLOB NOT NULL,
+        body BLOB NOT NULL,
+        PRIMARY KEY (set_id, tensor, source)
+      ) STRICT;
+      -- What follows the body, see statistics_pieces.h.
+      CREATE TABLE statistics_pieces (
+        set_id INTEGER NOT NULL,
+        tensor TEXT NOT NULL,
+        source TEXT NOT NULL,
+        sequence INTEGER NOT NULL,
+        piece INTEGER NOT NULL,
+        checksum INTEGER NOT NULL,
+        bytes BLOB NOT NULL,
+        PRIMARY KEY (set_id, tensor, source, sequence, piece)
+      ) STRICT;
+      CREATE TABLE lost_statistics (
+        set_id INTEGER NOT NULL,
+        tensor TEXT NOT NULL,
+        source TEXT NOT NULL,
+        PRIMARY KEY (set_id, tensor, source)
+      ) STRICT, WITHOUT ROWID;
       CREATE TRIGGER statistics_lose_pieces AFTER DELETE ON statistics BEGIN
         INSERT OR IGNORE INTO lost_statistics VALUES (
-          OLD.model, OLD.revision, OLD.tensor, OLD.source);
+          OLD.set_id, OLD.tensor, OLD.source);
+      END;
+
+      CREATE TABLE set_counts (
+        set_id INTEGER NOT NULL,
+        principal TEXT NOT NULL,
+        slot INTEGER NOT NULL,
+        row_count INTEGER NOT NULL,
+        bytes INTEGER NOT NULL,
+        update_time_us INTEGER NOT NULL,
+        PRIMARY KEY (set_id, principal, slot)
+      ) STRICT, WITHOUT ROWID;
+      -- Of 'models:*' for all, 'models:PREFIX/' and 'principal:NAME'.
+      CREATE TABLE usage_counts (
+        scope TEXT NOT NULL,
+        slot INTEGER NOT NULL,
+        row_count INTEGER NOT NULL,
+        bytes INTEGER NOT NULL,
+        PRIMARY KEY (scope, slot)
+      ) STRICT, WITHOUT ROWID;
+      -- Where the slashes of a model's name may stand.
+      CREATE TABLE path_positions (position INTEGER PRIMARY KEY) STRICT;
+      WITH RECURSIVE positions (position) AS (
+        SELECT 1 UNION ALL
+        SELECT position + 1 FROM positions WHERE position < 256
+      ) INSERT INTO path_positions SELECT position FROM positions;
+
+      -- What is inserted here is added to the counts of scopes.
+      CREATE VIEW usage_changes AS SELECT
+        '' AS model, '' AS principal, 0 AS slot, 0 AS row_count, 0 AS bytes;
+      CREATE TRIGGER usage_change INSTEAD OF INSERT ON usage_changes BEGIN
+        -- Of no more prefixes than a quota may have slashes: the access file
+        -- refuses longer ones.
+        INSERT INTO usage_counts
+          SELECT 'models:*', NEW.slot, NEW.row_count, NEW.bytes
+          UNION ALL
+          SELECT 'models:' || substr(NEW.model, 1, position), NEW.slot,
+            NEW.row_count, NEW.bytes
+            FROM (SELECT position FROM path_positions
+              WHERE position <= length(NEW.model)
+                AND substr(NEW.model, position, 1) = '/'
+              ORDER BY position LIMIT 8)
+          UNION ALL
+          SELECT 'principal:' || NEW.principal, NEW.slot, NEW.row_count,
+            NEW.bytes WHERE NEW.principal <> ''
+          ON CONFLICT (scope, slot) DO UPDATE SET
+            row_count = row_count + excluded.row_count,
+            bytes = bytes + excluded.bytes;
+        DELETE FROM usage_counts
+          WHERE NEW.row_count < 0 AND slot = NEW.slot AND row_count = 0
+            AND bytes = 0 AND scope IN (
+              SELECT 'principal:' || NEW.principal UNION ALL
+              SELECT 'models:' || substr(NEW.model, 1, position)
+                FROM path_positions WHERE position <= length(NEW.model)
+                  AND substr(NEW.model, position, 1) = '/');
+      END;
+      -- What is inserted here is added to those of the set as well, unless it
+      -- is lost.
+      CREATE VIEW count_changes AS SELECT
+        0 AS set_id, '' AS principal, 0 AS slot, 0 AS row_count, 0 AS bytes,
+        0 AS update_time_us;
+      CREATE TRIGGER count_change INSTEAD OF INSERT ON count_changes
+      WHEN EXISTS (SELECT 1 FROM row_sets WHERE set_id = NEW.set_id) BEGIN
+        INSERT INTO usage_changes
+          SELECT model, NEW.principal, NEW.slot, NEW.row_count, NEW.bytes
+          FROM row_sets WHERE set_id = NEW.set_id;
+        INSERT INTO set_counts VALUES (NEW.set_id, NEW.principal, NEW.slot,
+            NEW.row_count, NEW.bytes, NEW.update_time_us)
+          ON CONFLICT (set_id, principal, slot) DO UPDATE SET
+            row_count = row_count + excluded.row_count,
+            bytes = bytes + excluded.bytes,
+            update_time_us = MAX(update_time_us, excluded.update_time_us);
+        DELETE FROM set_counts
+          WHERE NEW.row_count < 0 AND set_id = NEW.set_id
+            AND principal = NEW.principal AND slot = NEW.slot
+            AND row_count = 0;
       END;
     )sql",
-                   CountTriggers("encodings", true, kEncodingNames,
-                                 "(length(ROW.body) + ROW.content_bytes)"))};
+      CountTriggers("encodings"), CountTriggers("statistics"));
 }
 
 absl::Status SqliteError(absl::string_view what, int code,
@@ -360,42 +282,6 @@ absl::Status SqliteError(absl::string_view what, int code,
     default:
       return core::StoreUnavailableError(
           absl::StrCat(what, ": the database fails"), detail);
-  }
-}
-
-// number_or_zero(SELECT, ROWID) is what the SELECT finds of the row; 0 where
-// the row is damaged.
-void NumberOrZero(sqlite3_context* context, int /*count*/,
-                  sqlite3_value** arguments) {
-  auto* select = static_cast<sqlite3_stmt*>(sqlite3_get_auxdata(context, 0));
-  const bool is_new = select == nullptr;
-  int code = SQLITE_OK;
-  if (is_new) {
-    code = sqlite3_prepare_v2(
-        static_cast<sqlite3*>(sqlite3_user_data(context)),
-        reinterpret_cast<const char*>(sqlite3_value_text(arguments[0])), -1,
-        &select, nullptr);
-  }
-  int64_t number = 0;
-  if (code == SQLITE_OK) {
-    sqlite3_bind_int64(select, 1, sqlite3_value_int64(arguments[1]));
-    code = sqlite3_step(select);
-    if (code == SQLITE_ROW) number = sqlite3_column_int64(select, 0);
-    sqlite3_reset(select);
-  }
-  switch (code & 0xff) {
-    case SQLITE_ROW:
-    case SQLITE_DONE:
-    case SQLITE_CORRUPT:
-      sqlite3_result_int64(context, number);
-      break;
-    default:
-      sqlite3_result_error_code(context, code);
-  }
-  if (is_new) {
-    sqlite3_set_auxdata(context, 0, select, [](void* statement) {
-      sqlite3_finalize(static_cast<sqlite3_stmt*>(statement));
-    });
   }
 }
 
@@ -544,21 +430,33 @@ absl::Status SqliteConnection::UseWal() {
       "cannot set the store up");
 }
 
-absl::Status SqliteConnection::Migrate() {
+absl::Status SqliteConnection::CreateSchema() {
   constexpr absl::string_view kWhat = "cannot prepare the store";
   absl::StatusOr<int64_t> version = QueryInt("PRAGMA user_version", kWhat);
   if (!version.ok()) return version.status();
   if (*version == kSqliteSchemaVersion) return CheckApplication();
-  absl::Status status;
-  // Names stand in the index of the keys. Where that is damaged, rows are read
-  // without it.
-  for (const char* access : {"", "NOT INDEXED"}) {
-    if (absl::Status s = Run(kSqliteBegin); !s.ok()) return s;
-    status = MigrateInTransaction(access);
-    if (status.ok()) status = Run(kSqliteCommit);
-    if (!status.ok()) Run(kSqliteRollback).IgnoreError();
-    if (!absl::IsDataLoss(status)) break;
-  }
+  if (absl::Status s = Run(kSqliteBegin); !s.ok()) return s;
+  const auto create = [&]() -> absl::Status {
+    // Asked again: another process may have created it meanwhile.
+    version = QueryInt("PRAGMA user_version", kWhat);
+    if (!version.ok()) return version.status();
+    absl::StatusOr<int64_t> tables =
+        QueryInt("SELECT COUNT(*) FROM sqlite_schema", kWhat);
+    if (!tables.ok()) return tables.status();
+    if (*tables > 0) {
+      if (absl::Status s = CheckApplication(); !s.ok()) return s;
+      return *version == kSqliteSchemaVersion
+                 ? absl::OkStatus()
+                 : core::StoreSchemaError(*version, kSqliteSchemaVersion);
+    }
+    return Execute(
+        absl::StrCat(Schema(), "PRAGMA application_id = ", kApplicationId,
+                     "; PRAGMA user_version = ", kSqliteSchemaVersion),
+        kWhat);
+  };
+  absl::Status status = create();
+  if (status.ok()) status = Run(kSqliteCommit);
+  if (!status.ok()) Run(kSqliteRollback).IgnoreError();
   return status;
 }
 
@@ -572,44 +470,6 @@ absl::Status SqliteConnection::CheckApplication() {
         "of quantd");
   }
   return absl::OkStatus();
-}
-
-absl::Status SqliteConnection::MigrateInTransaction(absl::string_view access) {
-  constexpr absl::string_view kWhat = "cannot prepare the store";
-  // Asked again: another process may have migrated meanwhile.
-  absl::StatusOr<int64_t> version = QueryInt("PRAGMA user_version", kWhat);
-  if (!version.ok()) return version.status();
-  absl::StatusOr<int64_t> tables =
-      QueryInt("SELECT COUNT(*) FROM sqlite_schema", kWhat);
-  if (!tables.ok()) return tables.status();
-  if (*tables > 0) {
-    if (absl::Status s = CheckApplication(); !s.ok()) return s;
-  }
-  if (*version > kSqliteSchemaVersion || *version < 0) {
-    return core::StoreSchemaError(static_cast<int>(*version),
-                                  kSqliteSchemaVersion);
-  }
-  absl::StatusOr<std::unique_ptr<SqliteConnection>> reader =
-      Open(sqlite3_db_filename(db_, "main"));
-  if (!reader.ok()) return reader.status();
-  const auto define = [this](sqlite3* reader, auto function) {
-    return sqlite3_create_function_v2(db_, "number_or_zero", 2,
-                                      SQLITE_UTF8 | SQLITE_DIRECTONLY, reader,
-                                      function, nullptr, nullptr, nullptr);
-  };
-  const int code = define((*reader)->db_, &NumberOrZero);
-  if (code != SQLITE_OK) return SqliteError(kWhat, code, sqlite3_errmsg(db_));
-  const auto forget = absl::MakeCleanup([&] { define(nullptr, nullptr); });
-  const auto migrations = Migrations();
-  for (int i = static_cast<int>(*version); i < kSqliteSchemaVersion; ++i) {
-    if (absl::Status s = Execute(
-            absl::StrReplaceAll(migrations[i], {{"$ACCESS", access}}), kWhat);
-        !s.ok())
-      return s;
-  }
-  return Execute(absl::StrCat("PRAGMA application_id = ", kApplicationId,
-                              "; PRAGMA user_version = ", kSqliteSchemaVersion),
-                 kWhat);
 }
 
 absl::StatusOr<std::shared_ptr<SqliteDatabase>> SqliteDatabase::Open(
@@ -640,7 +500,9 @@ absl::StatusOr<std::shared_ptr<SqliteDatabase>> SqliteDatabase::Open(
     return status;
   }
   if (absl::Status status = (*writer)->UseWal(); !status.ok()) return status;
-  if (absl::Status status = (*writer)->Migrate(); !status.ok()) return status;
+  if (absl::Status status = (*writer)->CreateSchema(); !status.ok()) {
+    return status;
+  }
   std::vector<std::unique_ptr<SqliteConnection>> readers;
   for (int i = 0; i < kReaderCount; ++i) {
     absl::StatusOr<std::unique_ptr<SqliteConnection>> reader =
@@ -793,12 +655,6 @@ absl::StatusOr<bool> SqliteDatabase::ShrinkLocked() {
   if (status.ok()) status = writer_->Execute(kCheckpoint, kWhat);
   if (!status.ok()) return status;
   return true;
-}
-
-absl::Status SqliteDatabase::Compact() {
-  absl::MutexLock lock(&write_mutex_);
-  return writer_->Execute(absl::StrCat(kAutoVacuum, "; VACUUM; ", kCheckpoint),
-                          "cannot compact the store");
 }
 
 absl::Status SqliteDatabase::Ping() {

@@ -24,9 +24,8 @@
 
 namespace quantd::server {
 
-// The version that this program writes into PRAGMA user_version. Migrations
-// only go forward.
-constexpr int kSqliteSchemaVersion = 6;
+// Of the tables, in PRAGMA user_version.
+constexpr int kSqliteSchemaVersion = 7;
 
 // One SQLite handle with its prepared statements. Not thread-safe.
 class SqliteConnection : public SqlConnection {
@@ -73,15 +72,13 @@ class SqliteConnection : public SqlConnection {
 
   // Sets a connection that writes up.
   absl::Status UseWal();
-  // Brings the schema to kSqliteSchemaVersion.
+  // Where there are no tables yet.
   // Errors: STORE_SCHEMA as well.
-  absl::Status Migrate();
+  absl::Status CreateSchema();
 
  private:
   explicit SqliteConnection(sqlite3* db) : db_(db) {}
   absl::Status CheckApplication();
-  // `access` says in SQL how rows that are there are found.
-  absl::Status MigrateInTransaction(absl::string_view access);
 
   sqlite3* const db_;
   absl::flat_hash_map<const char*, sqlite3_stmt*> statements_;
@@ -109,10 +106,6 @@ class SqliteDatabase : public SqlDatabase {
       absl::FunctionRef<void(absl::string_view line)> tell) override;
   absl::StatusOr<DatabaseSize> Size() override;
   absl::StatusOr<bool> Shrink() override ABSL_LOCKS_EXCLUDED(write_mutex_);
-  // Writes the whole file anew without what is free in it, and so that Shrink
-  // works from now on, which it does in files that this version created. Others
-  // can't write meanwhile; takes as much disk again.
-  absl::Status Compact() ABSL_LOCKS_EXCLUDED(write_mutex_);
   absl::Status Ping() override;
 
   // None also while a write of this object is under way.

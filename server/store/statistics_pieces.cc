@@ -19,26 +19,25 @@ constexpr absl::string_view kCannotAddStatistics =
     "cannot contribute statistics";
 
 constexpr char kWriteStatisticsPiece[] =
-    "INSERT INTO statistics_pieces (model, revision, tensor, source, sequence, "
-    "piece, checksum, bytes) VALUES ($1, $2, $3, $4, $5, $6, $7, $8) "
-    "ON CONFLICT (model, revision, tensor, source, sequence, piece) "
+    "INSERT INTO statistics_pieces (set_id, tensor, source, sequence, "
+    "piece, checksum, bytes) VALUES ($1, $2, $3, $4, $5, $6, $7) "
+    "ON CONFLICT (set_id, tensor, source, sequence, piece) "
     "DO UPDATE SET checksum = excluded.checksum, bytes = excluded.bytes";
 constexpr char kDeleteOthers[] =
-    "DELETE FROM statistics_pieces WHERE model = $1 AND revision = $2 "
-    "AND tensor = $3 AND source = $4 "
-    "AND (sequence <> $5 OR piece < 0 "
-    "OR (piece >= $6 AND piece < 549755813888) "
-    "OR (piece >= $7 AND piece < 1099511627776) OR piece >= $8)";
+    "DELETE FROM statistics_pieces WHERE set_id = $1 AND tensor = $2 "
+    "AND source = $3 AND (sequence <> $4 OR piece < 0 "
+    "OR (piece >= $5 AND piece < 549755813888) "
+    "OR (piece >= $6 AND piece < 1099511627776) OR piece >= $7)";
 constexpr char kReadStatisticsPiece[] =
-    "SELECT checksum, bytes FROM statistics_pieces WHERE model = $1 "
-    "AND revision = $2 AND tensor = $3 AND source = $4 AND sequence = $5 "
-    "AND piece = $6";
+    "SELECT checksum, bytes FROM statistics_pieces WHERE set_id = $1 "
+    "AND tensor = $2 AND source = $3 AND sequence = $4 AND piece = $5";
 
 void Bind(const SourceVersion& version, int64_t piece, SqlStatement* row) {
-  row->BindKey(version.key);
-  row->BindText(4, version.source);
-  row->BindInt(5, version.sequence);
-  row->BindInt(6, piece);
+  row->BindInt(1, version.set_id);
+  row->BindText(2, version.key.tensor);
+  row->BindText(3, version.source);
+  row->BindInt(4, version.sequence);
+  row->BindInt(5, piece);
 }
 
 }  // namespace
@@ -72,8 +71,8 @@ absl::StatusOr<uint64_t> WritePiece(SqlConnection* connection,
   const std::unique_ptr<SqlStatement> row =
       connection->Prepare(kWriteStatisticsPiece);
   Bind(version, piece, row.get());
-  row->BindInt(7, static_cast<int64_t>(checksum));
-  row->BindBytes(8, bytes);
+  row->BindInt(6, static_cast<int64_t>(checksum));
+  row->BindBytes(7, bytes);
   if (absl::Status s = row->Step(kCannotAddStatistics).status(); !s.ok())
     return s;
   return checksum;
@@ -117,8 +116,8 @@ absl::Status PieceWriter::Flush() {
 absl::Status PieceWriter::DeleteOthers(int64_t moments_end, int64_t gram_end) {
   const std::unique_ptr<SqlStatement> row = connection_->Prepare(kDeleteOthers);
   Bind(version_, count_, row.get());
-  row->BindInt(7, moments_end);
-  row->BindInt(8, gram_end);
+  row->BindInt(6, moments_end);
+  row->BindInt(7, gram_end);
   return row->Step(kCannotAddStatistics).status();
 }
 

@@ -32,6 +32,8 @@ struct SourceVersion {
   const EncodingKey& key;
   absl::string_view source;
   int64_t sequence;
+  // Where its pieces are; not needed to check them.
+  int64_t set_id = 0;
 };
 
 // STORE_CORRUPT for a source of which something is damaged: `what` follows "the

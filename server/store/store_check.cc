@@ -17,17 +17,18 @@
 namespace quantd::server {
 namespace {
 
-// Revisions whose counts are not those of their rows.
+// Sets whose counts are not those of their rows, with a revision that has the
+// set.
 constexpr char kWrongCounts[] =
-    "SELECT model, revision, CAST(SUM(encodings) AS BIGINT), "
-    "CAST(SUM(statistics) AS BIGINT) FROM ("
-    "SELECT model, revision, encodings, statistics FROM revision_counts "
-    "UNION ALL SELECT model, revision, -COUNT(*), 0 FROM encodings "
-    "GROUP BY model, revision "
-    "UNION ALL SELECT model, revision, 0, -COUNT(*) FROM statistics "
-    "GROUP BY model, revision) AS counted GROUP BY model, revision "
-    "HAVING SUM(encodings) <> 0 OR SUM(statistics) <> 0 "
-    "ORDER BY model, revision";
+    "SELECT COALESCE(MAX(model), ''), COALESCE(MAX(revision), ''), "
+    "CAST(SUM(counted) AS BIGINT), counts.set_id FROM ("
+    "SELECT set_id, row_count AS counted FROM set_counts "
+    "UNION ALL SELECT set_id, -COUNT(*) FROM encodings GROUP BY set_id "
+    "UNION ALL SELECT set_id, -COUNT(*) FROM statistics GROUP BY set_id"
+    ") AS counts LEFT JOIN row_sets ON row_sets.set_id = counts.set_id "
+    "WHERE counts.set_id NOT IN (SELECT set_id FROM lost_sets) "
+    "GROUP BY counts.set_id HAVING SUM(counted) <> 0 "
+    "ORDER BY counts.set_id";
 
 absl::Status CheckCounts(SqlDatabase& database,
                          absl::FunctionRef<void(absl::string_view)> tell) {
@@ -37,10 +38,10 @@ absl::Status CheckCounts(SqlDatabase& database,
       absl::StatusOr<bool> found = row->Step("cannot compare counts");
       if (!found.ok()) return found.status();
       if (!*found) return absl::OkStatus();
-      tell(absl::StrCat("the counts of model \"", ShownName(row->Bytes(0)),
-                        "\", revision \"", ShownName(row->Bytes(1)),
-                        "\" are beyond its rows by ", row->Int(2),
-                        " encodings and ", row->Int(3), " statistics"));
+      tell(absl::StrCat("the counts of set ", row->Int(3), ", of model \"",
+                        ShownName(row->Bytes(0)), "\", revision \"",
+                        ShownName(row->Bytes(1)), "\", are beyond its rows by ",
+                        row->Int(2)));
     }
   });
 }

@@ -1,5 +1,6 @@
 #include "server/store/store_keeper.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -13,16 +14,19 @@
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "server/store/encoding_pieces.h"
+#include "server/store/row_sets.h"
 #include "server/store/sql_usage.h"
 
 namespace quantd::server {
 namespace {
 
 constexpr char kNextModel[] =
-    "SELECT model FROM revision_counts WHERE model > $1 ORDER BY model LIMIT 1";
+    "SELECT model FROM row_sets WHERE model > $1 ORDER BY model LIMIT 1";
 constexpr char kListUnusedRevisions[] =
-    "SELECT revision, MAX(update_time_us), CAST(SUM(bytes) AS BIGINT), "
-    "CAST(SUM(encodings + statistics) AS BIGINT) FROM revision_counts "
+    "SELECT revision, MAX(set_counts.update_time_us), "
+    "MAX(row_sets.update_time_us), CAST(SUM(bytes) AS BIGINT), "
+    "CAST(SUM(row_count) AS BIGINT) "
+    "FROM row_sets JOIN set_counts ON set_counts.set_id = row_sets.set_id "
     "WHERE model = $1 GROUP BY revision ORDER BY revision";
 
 constexpr char kLoseStaged[] =
@@ -37,23 +41,37 @@ constexpr char kFreePieces[] =
 constexpr char kFreedContent[] =
     "DELETE FROM lost_contents WHERE content_id = $1";
 constexpr char kNextStatistics[] =
-    "SELECT model, revision, tensor, source FROM lost_statistics LIMIT 1";
+    "SELECT set_id, tensor, source FROM lost_statistics LIMIT 1";
+constexpr char kRevisionOfSet[] =
+    "SELECT model, revision FROM row_sets WHERE set_id = $1";
 // But not those of a row that was written since.
 constexpr char kFreeStatistics[] =
-    "DELETE FROM statistics_pieces WHERE model = $1 AND revision = $2 "
-    "AND tensor = $3 AND source = $4 AND (sequence, piece) IN ("
+    "DELETE FROM statistics_pieces WHERE set_id = $1 "
+    "AND tensor = $2 AND source = $3 AND (sequence, piece) IN ("
     "SELECT sequence, piece FROM statistics_pieces AS pieces "
-    "WHERE model = $1 AND revision = $2 AND tensor = $3 AND source = $4 "
+    "WHERE set_id = $1 AND tensor = $2 AND source = $3 "
     "AND NOT EXISTS (SELECT 1 FROM statistics "
-    "WHERE statistics.model = pieces.model "
-    "AND statistics.revision = pieces.revision "
+    "WHERE statistics.set_id = pieces.set_id "
     "AND statistics.tensor = pieces.tensor "
     "AND statistics.source = pieces.source "
     "AND statistics.sequence = pieces.sequence) LIMIT 4) "
     "RETURNING piece";
 constexpr char kFreedStatistics[] =
-    "DELETE FROM lost_statistics WHERE model = $1 AND revision = $2 "
-    "AND tensor = $3 AND source = $4";
+    "DELETE FROM lost_statistics WHERE set_id = $1 AND tensor = $2 "
+    "AND source = $3";
+
+constexpr char kNextSet[] =
+    "SELECT set_id, kind FROM lost_sets ORDER BY set_id LIMIT 1";
+constexpr char kFreeEncodings[] =
+    "DELETE FROM encodings WHERE set_id = $1 AND tensor IN ("
+    "SELECT tensor FROM encodings WHERE set_id = $1 LIMIT 500) "
+    "RETURNING slot";
+constexpr char kFreeStatisticsRows[] =
+    "DELETE FROM statistics WHERE set_id = $1 AND (tensor, source) IN ("
+    "SELECT tensor, source FROM statistics WHERE set_id = $1 LIMIT 500) "
+    "RETURNING slot";
+constexpr int kRowsPerStep = 500;
+constexpr char kFreedSet[] = "DELETE FROM lost_sets WHERE set_id = $1";
 
 constexpr absl::string_view kFreeWhat = "cannot free what was deleted";
 // Pieces that a step frees; each has up to a MiB.
@@ -117,39 +135,78 @@ absl::StatusOr<absl::optional<int>> FreeContent(SqlConnection& connection) {
 
 // The same of statistics.
 absl::StatusOr<absl::optional<int>> FreeStatistics(SqlConnection& connection) {
-  EncodingKey key;
-  std::string source;
+  int64_t set_id = 0;
+  std::string tensor, source;
   {
     const std::unique_ptr<SqlStatement> row =
         connection.Prepare(kNextStatistics);
     absl::StatusOr<bool> found = row->Step(kFreeWhat);
     if (!found.ok()) return found.status();
     if (!*found) return absl::optional<int>();
-    key = {std::string(row->Bytes(0)), std::string(row->Bytes(1)),
-           std::string(row->Bytes(2))};
-    source = std::string(row->Bytes(3));
+    set_id = row->Int(0);
+    tensor = std::string(row->Bytes(1));
+    source = std::string(row->Bytes(2));
   }
-  // Nobody writes or deletes them meanwhile.
-  absl::Status status = connection.LockSource(key, source);
-  if (status.ok()) status = connection.LockTensor(key);
-  if (!status.ok()) return status;
-  absl::StatusOr<int> count = 0;
+  absl::optional<EncodingKey> key;
   {
     const std::unique_ptr<SqlStatement> row =
-        connection.Prepare(kFreeStatistics);
-    row->BindKey(key);
-    row->BindText(4, source);
+        connection.Prepare(kRevisionOfSet);
+    row->BindInt(1, set_id);
+    absl::StatusOr<bool> found = row->Step(kFreeWhat);
+    if (!found.ok()) return found.status();
+    if (*found) {
+      key.emplace(EncodingKey{std::string(row->Bytes(0)),
+                              std::string(row->Bytes(1)), tensor});
+    }
+  }
+  if (key.has_value()) {
+    // Nobody writes or deletes them meanwhile. In a lost set nobody does.
+    absl::Status status = connection.LockSource(*key, source);
+    if (status.ok()) status = connection.LockTensor(*key);
+    if (!status.ok()) return status;
+  }
+  const auto prepare = [&](const char* sql) {
+    std::unique_ptr<SqlStatement> row = connection.Prepare(sql);
+    row->BindInt(1, set_id);
+    row->BindText(2, tensor);
+    row->BindText(3, source);
+    return row;
+  };
+  absl::StatusOr<int> count = CountRows(prepare(kFreeStatistics).get());
+  if (!count.ok()) return count.status();
+  if (*count < 4) {
+    absl::Status status = prepare(kFreedStatistics)->Step(kFreeWhat).status();
+    if (!status.ok()) return status;
+  }
+  return absl::optional<int>(*count);
+}
+
+// Frees rows of the first set that was lost; false if there is none.
+absl::StatusOr<bool> FreeRows(SqlConnection& connection) {
+  int64_t set_id = 0;
+  bool is_of_encodings = false;
+  {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kNextSet);
+    absl::StatusOr<bool> found = row->Step(kFreeWhat);
+    if (!found.ok()) return found.status();
+    if (!*found) return false;
+    set_id = row->Int(0);
+    is_of_encodings = row->Int(1) == static_cast<int64_t>(RowKind::kEncodings);
+  }
+  absl::StatusOr<int> count = 0;
+  {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(
+        is_of_encodings ? kFreeEncodings : kFreeStatisticsRows);
+    row->BindInt(1, set_id);
     count = CountRows(row.get());
     if (!count.ok()) return count.status();
   }
-  if (*count < 4) {
-    const std::unique_ptr<SqlStatement> row =
-        connection.Prepare(kFreedStatistics);
-    row->BindKey(key);
-    row->BindText(4, source);
+  if (*count < kRowsPerStep) {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kFreedSet);
+    row->BindInt(1, set_id);
     if (absl::Status s = row->Step(kFreeWhat).status(); !s.ok()) return s;
   }
-  return absl::optional<int>(*count);
+  return true;
 }
 
 }  // namespace
@@ -192,10 +249,11 @@ absl::StatusOr<std::vector<RevisionUsage>> StoreKeeper::ListRevisions(
       absl::StatusOr<bool> found = row->Step("cannot list revisions");
       if (!found.ok()) return found.status();
       if (!*found) return absl::OkStatus();
-      revisions.push_back({std::string(model),
-                           std::string(row->Bytes(0)),
-                           absl::FromUnixMicros(row->Int(1)),
-                           {row->Int(2), row->Int(3)}});
+      revisions.push_back(
+          {std::string(model),
+           std::string(row->Bytes(0)),
+           absl::FromUnixMicros(std::max(row->Int(1), row->Int(2))),
+           {row->Int(3), row->Int(4)}});
     }
   };
   if (absl::Status s = database_->Read(read); !s.ok()) return s;
@@ -212,6 +270,8 @@ absl::StatusOr<bool> StoreKeeper::FreeStep(absl::Duration staged_age) {
     if (absl::Status s = LoseStaged(connection, staged_age); !s.ok()) return s;
     int count = 0;
     is_more = true;
+    const absl::StatusOr<bool> freed_rows = FreeRows(connection);
+    if (!freed_rows.ok() || *freed_rows) return freed_rows.status();
     // Sources lock others: one in a step.
     absl::StatusOr<absl::optional<int>> freed = FreeStatistics(connection);
     if (!freed.ok() || freed->has_value()) return freed.status();
@@ -225,7 +285,7 @@ absl::StatusOr<bool> StoreKeeper::FreeStep(absl::Duration staged_age) {
     }
     return absl::OkStatus();
   };
-  if (absl::Status s = database_->WriteNow(free); !s.ok()) return s;
+  if (absl::Status s = database_->Write(free); !s.ok()) return s;
   return is_more;
 }
 

@@ -143,7 +143,7 @@ class FlagsTest(unittest.TestCase):
                 rows[flag] = default
         self.assertEqual(set(rows),
                          quantd.flags - {"help", "version", "print-config",
-                                         "check-store", "compact-store"})
+                                         "check-store"})
         for flag, default in rows.items():
             # Those that are another thing on every machine.
             if flag in ("config", "store", "threads"):

@@ -7,10 +7,7 @@ how many scales each has; the whole size of the promise is 1000 and 131072.
 import argparse
 import os
 import random
-import re
-import sqlite3
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -245,64 +242,6 @@ class LargeStoreTest(unittest.TestCase):
         replaced = self.write(six, if_match=kept.etag)
         self.assertEqual(replaced.scale_count, 6)
         self.assertNotEqual(replaced.etag, kept.etag)
-
-    def test_a_file_of_an_older_version_is_written_anew(self):
-        path = os.path.join(self.folder, "store.db")
-        for tensor in range(4):
-            self.stub.WriteEncoding(messages_of(tensor, ""))
-        self.server.stop()
-        # As older versions made it.
-        with sqlite3.connect(path) as database:
-            database.execute("PRAGMA journal_mode = DELETE")
-            database.execute("PRAGMA auto_vacuum = NONE")
-            database.execute("VACUUM")
-            database.execute("CREATE TABLE filler (bytes BLOB)")
-            database.execute("INSERT INTO filler VALUES (zeroblob(?))",
-                             (4 * MIB,))
-            database.execute("DROP TABLE filler")
-        database.close()
-        before = os.path.getsize(path)
-        self.assertGreater(before, 4 * MIB)
-        compact = subprocess.run(
-            [options.quantd, "--compact-store", "--store", "sqlite:" + path],
-            check=True, stdout=subprocess.PIPE, encoding="utf-8")
-        sizes = re.fullmatch(r"(\d+) bytes before, (\d+) bytes after\n",
-                             compact.stdout)
-        self.assertIsNotNone(sizes, compact.stdout)
-        self.assertEqual(int(sizes[1]), before)
-        self.assertEqual(int(sizes[2]), os.path.getsize(path))
-        self.assertLess(int(sizes[2]), before - 3 * MIB)
-        with sqlite3.connect(path) as database:
-            self.assertEqual(
-                database.execute("PRAGMA auto_vacuum").fetchone(), (2,))
-        database.close()
-        self.server = self.start()
-        self.assertEqual(
-            b"".join(answer.scales.scale for answer in self.stub.ReadEncoding(
-                es.ReadEncodingRequest(name=name_of(1, "")))), scales_of(1))
-        # Space comes back by itself from then on.
-        self.stub.DeleteModel(es.DeleteModelRequest(model=MODEL))
-        database = sqlite3.connect(path)
-        self.addCleanup(database.close)
-
-        def database_bytes():
-            (pages,), (page_bytes,) = (
-                database.execute(f"PRAGMA {name}").fetchone()
-                for name in ("page_count", "page_size"))
-            return pages * page_bytes
-
-        self.assertTrue(
-            live_server.eventually(
-                lambda: database_bytes() < int(sizes[2]) - 4 * SCALES),
-            database_bytes())
-
-    def test_only_a_file_of_sqlite_is_written_anew(self):
-        result = subprocess.run(
-            [options.quantd, "--compact-store", "--store",
-             "postgresql://127.0.0.1:1/none"], check=False,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
-        self.assertNotEqual(result.returncode, 0)
-        self.assertIn("VACUUM FULL", result.stderr)
 
 
 if __name__ == "__main__":

@@ -151,11 +151,12 @@ class SqlUsageTest : public ::testing::TestWithParam<Backend> {
     };
     Query(
         "SELECT model, revision, tensor, '', principal, "
-        "CAST(length(body) AS BIGINT) FROM encodings",
+        "CAST(length(body) AS BIGINT) + content_bytes FROM encodings "
+        "JOIN row_sets ON row_sets.set_id = encodings.set_id",
         [&](const SqlStatement& row) { add(row, true); });
     Query(
         "SELECT model, revision, tensor, source, principal, size_bytes "
-        "FROM statistics",
+        "FROM statistics JOIN row_sets ON row_sets.set_id = statistics.set_id",
         [&](const SqlStatement& row) { add(row, false); });
     return counts;
   }
@@ -171,9 +172,12 @@ class SqlUsageTest : public ::testing::TestWithParam<Backend> {
           counts.usage[std::string(row.Bytes(0))] = {row.Int(1), row.Int(2)};
         });
     Query(
-        "SELECT model, revision, CAST(SUM(encodings) AS BIGINT), "
-        "CAST(SUM(statistics) AS BIGINT), CAST(SUM(bytes) AS BIGINT) "
-        "FROM revision_counts GROUP BY model, revision",
+        "SELECT model, revision, "
+        "CAST(SUM(CASE kind WHEN 0 THEN row_count ELSE 0 END) AS BIGINT), "
+        "CAST(SUM(CASE kind WHEN 1 THEN row_count ELSE 0 END) AS BIGINT), "
+        "CAST(SUM(bytes) AS BIGINT) FROM row_sets "
+        "JOIN set_counts ON set_counts.set_id = row_sets.set_id "
+        "GROUP BY model, revision",
         [&](const SqlStatement& row) {
           counts.revisions[{std::string(row.Bytes(0)),
                             std::string(row.Bytes(1))}] = {
@@ -202,7 +206,7 @@ class SqlUsageTest : public ::testing::TestWithParam<Backend> {
       const EncodingKey key{models[pick(3)], pick(2) == 0 ? "1" : "2",
                             tensors[pick(3)]};
       const WriteAccount account{principals[pick(3)], {}};
-      switch (pick(6)) {
+      switch (pick(8)) {
         case 0:
         case 1:
           EXPECT_TRUE(Put(key, 1 + pick(300), account).ok());
@@ -216,8 +220,15 @@ class SqlUsageTest : public ::testing::TestWithParam<Backend> {
               Contribute(key, pick(2) == 0 ? "A" : "é", i + 1, 4, account)
                   .ok());
           break;
-        default:
+        case 5:
           statistics_->DeleteStatistics(key, pick(2) == 0 ? "" : "A")
+              .IgnoreError();
+          break;
+        case 6:
+          encodings_->DeleteRevision(key.model, key.revision).IgnoreError();
+          break;
+        default:
+          encodings_->PublishRevision(key.model, "1", "2", pick(2) == 0)
               .IgnoreError();
       }
     }
@@ -256,8 +267,10 @@ TEST_P(SqlUsageTest, WhatIsDeletedLeavesNoRevision) {
   ASSERT_TRUE(statistics_->DeleteStatistics(key_, "").ok());
   EXPECT_TRUE(encodings_->ListModels({}, 10)->empty());
   int rows = 0;
-  Query("SELECT model FROM revision_counts",
-        [&rows](const SqlStatement& row) { ++rows; });
+  for (const char* sql :
+       {"SELECT model FROM row_sets", "SELECT set_id FROM set_counts"}) {
+    Query(sql, [&rows](const SqlStatement& row) { ++rows; });
+  }
   EXPECT_EQ(rows, 0);
   EXPECT_EQ(UsageOf("models:acme/").bytes, 0);
   EXPECT_EQ(UsageOf("principal:x").rows, 0);
@@ -280,54 +293,6 @@ TEST_P(SqlUsageTest, NamesOfManySlashesLeaveFewCountsAndThenNone) {
   std::set<std::string> left = scopes();
   left.erase("models:*");
   EXPECT_TRUE(left.empty()) << *left.begin();
-}
-
-// As a quantd that knew no counts left it, and may still write to it.
-TEST_P(SqlUsageTest, AStoreWithoutCountsGetsThem) {
-  Churn(100);
-  if (GetParam() == Backend::kSqlite) {
-    const std::vector<std::string> statements = absl::StrSplit(
-        absl::StrCat(kDropHeadChecksums, kTakePieces, kDropCounts), ';',
-        absl::SkipWhitespace());
-    for (const std::string& sql : statements) {
-      Execute(sql.c_str());
-    }
-  } else {
-    for (const char* sql :
-         {"DROP TRIGGER encodings_lose_content ON encodings",
-          "DROP FUNCTION quantd_lose_content",
-          "DROP TABLE encoding_pieces",
-          "DROP TABLE staged_contents",
-          "DROP TABLE lost_contents",
-          "DROP TABLE lost_statistics",
-          "ALTER TABLE encodings DROP COLUMN content_id",
-          "ALTER TABLE encodings DROP COLUMN content_bytes",
-          "DROP TRIGGER encodings_delete_head ON encodings",
-          "DROP FUNCTION quantd_delete_head",
-          "DROP TABLE encoding_heads",
-          "DROP TRIGGER statistics_delete_pieces ON statistics",
-          "DROP FUNCTION quantd_delete_pieces",
-          "CREATE TABLE kept_pieces AS SELECT * FROM statistics_pieces",
-          "DROP TABLE statistics_pieces",
-          "DROP TRIGGER encodings_count ON encodings",
-          "DROP TRIGGER statistics_count ON statistics",
-          "DROP FUNCTION quantd_count_encoding",
-          "DROP FUNCTION quantd_count_statistics",
-          "DROP FUNCTION quantd_count",
-          "DROP TABLE usage_counts",
-          "DROP TABLE revision_counts",
-          "ALTER TABLE encodings DROP COLUMN principal",
-          "ALTER TABLE statistics DROP COLUMN principal",
-          "UPDATE quantd_schema SET version = 1"}) {
-      Execute(sql);
-    }
-  }
-  Reopen();
-  Execute("INSERT INTO statistics_pieces SELECT * FROM kept_pieces");
-  ASSERT_GT(UsageOf("models:*").rows, 3);
-  ExpectExact();
-  Churn(60);
-  ExpectExact();
 }
 
 TEST_P(SqlUsageTest, NothingIsWrittenBeyondAQuota) {

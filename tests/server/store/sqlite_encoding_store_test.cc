@@ -88,6 +88,8 @@ TEST_F(SqliteEncodingStoreTest, ReportsEveryColumnThatChangedInARow) {
            "format = 4",
            "scale_count = 2",
            "checksum = checksum + 1",
+           "head_checksum = head_checksum + 1",
+           "charged_bytes = charged_bytes + 1",
        }) {
     ASSERT_TRUE(store->Put(key_, MakeEncoding(0.5f), {}).ok());
     ASSERT_TRUE(store->Get(key_).ok());
@@ -122,10 +124,24 @@ TEST_F(SqliteEncodingStoreTest, ReportsARowMovedToAnotherKey) {
   std::unique_ptr<SqlEncodingStore> store = MustOpen();
   ASSERT_NE(store, nullptr);
   ASSERT_TRUE(store->Put(key_, MakeEncoding(0.5f), {}).ok());
-  Execute("UPDATE encodings SET model = 'modelr', revision = 'evision'");
-  const absl::Status status =
-      store->Get({"modelr", "evision", "tensor"}).status();
-  EXPECT_EQ(core::ErrorReason(status), "STORE_CORRUPT") << status;
+  const EncodingKey other{"model", "other", "sensor"};
+  ASSERT_TRUE(store->Put(other, MakeEncoding(0.25f), {}).ok());
+  Execute(
+      "UPDATE encodings SET set_id = (SELECT set_id FROM row_sets "
+      "WHERE revision = 'other') WHERE tensor = 'tensor'");
+  EXPECT_EQ(
+      core::ErrorReason(store->Get({"model", "other", "tensor"}).status()),
+      "STORE_CORRUPT");
+  Execute(
+      "UPDATE row_sets SET model = 'modelr', revision = 'evision' "
+      "WHERE revision = 'other'");
+  EXPECT_EQ(
+      core::ErrorReason(store->Get({"modelr", "evision", "sensor"}).status()),
+      "STORE_CORRUPT");
+  // Which a delete takes away.
+  EXPECT_TRUE(store->DeleteRevision("modelr", "evision").ok());
+  EXPECT_TRUE(
+      store->Put({"modelr", "evision", "sensor"}, MakeEncoding(1), {}).ok());
 }
 
 TEST_F(SqliteEncodingStoreTest, PuttingOrDeletingRepairsACorruptRow) {
@@ -154,7 +170,7 @@ TEST_F(SqliteEncodingStoreTest, RefusesAnotherProgramsDatabase) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("another program"));
 }
 
-TEST_F(SqliteEncodingStoreTest, RefusesANewerSchema) {
+TEST_F(SqliteEncodingStoreTest, RefusesAnotherSchema) {
   ASSERT_NE(MustOpen(), nullptr);
   Execute(absl::StrCat("PRAGMA user_version = ", kSqliteSchemaVersion + 1));
   const absl::Status status = SqliteDatabase::Open(path_).status();

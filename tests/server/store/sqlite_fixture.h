@@ -16,10 +16,6 @@
 
 namespace quantd::server {
 
-using testing::kDropCounts;
-using testing::kDropHeadChecksums;
-using testing::kTakePieces;
-
 class SqliteFixture : public ::testing::Test {
  protected:
   // Null, and a failure of the test, if it can't be opened.

@@ -2,17 +2,25 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <cstdio>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
+#include "core/parallel/steady_clock.h"
 #include "core/types/encoding.h"
 #include "server/store/encoding_store.h"
 #include "server/store/sql_database.h"
@@ -22,6 +30,7 @@
 #include "server/store/store_keeper.h"
 #include "tests/server/store/large_state.h"
 #include "tests/server/store/test_database.h"
+#include "tests/support/count.h"
 
 namespace quantd::server {
 namespace {
@@ -31,6 +40,7 @@ using testing::BackendName;
 using testing::Backends;
 
 constexpr absl::Duration kAge = absl::Hours(1);
+constexpr absl::Duration kPause = absl::Milliseconds(5);
 
 // Of more scales than a piece has.
 std::shared_ptr<const core::Encoding> MakeLarge(float value) {
@@ -38,6 +48,16 @@ std::shared_ptr<const core::Encoding> MakeLarge(float value) {
   encoding.format = core::FindFormatByName("int8")->format;
   encoding.block_size = {1};
   encoding.scale.assign(700'000, value);
+  encoding.qmin = -128;
+  encoding.qmax = 127;
+  return std::make_shared<const core::Encoding>(std::move(encoding));
+}
+
+std::shared_ptr<const core::Encoding> MakeSmall() {
+  core::Encoding encoding;
+  encoding.format = core::FindFormatByName("int8")->format;
+  encoding.block_size = {1};
+  encoding.scale.assign(16, 1);
   encoding.qmin = -128;
   encoding.qmax = 127;
   return std::make_shared<const core::Encoding>(std::move(encoding));
@@ -66,9 +86,12 @@ class StoreSpaceTest : public ::testing::TestWithParam<Backend> {
   int64_t Pieces() { return CountOf("SELECT COUNT(*) FROM encoding_pieces"); }
 
   // Answers how many steps it took.
-  int FreeAll(absl::Duration staged_age) {
+  int FreeAll(absl::Duration staged_age,
+              absl::Duration pause = absl::ZeroDuration()) {
     for (int steps = 1;; ++steps) {
       const absl::StatusOr<bool> is_more = keeper_.FreeStep(staged_age);
+      // As the housekeeper does, so that others have a turn.
+      absl::SleepFor(pause);
       EXPECT_TRUE(is_more.ok()) << is_more.status();
       if (!is_more.value_or(false)) return steps;
     }
@@ -195,6 +218,127 @@ TEST_P(StoreSpaceTest, AWriterThatIsGoneLeavesNothing) {
   const absl::StatusOr<StoredEncoding> got = encodings_.Get({"m", "main", "b"});
   ASSERT_TRUE(got.ok()) << got.status();
   EXPECT_TRUE(*got->encoding == *large);
+}
+
+// Puts of somebody else, one after the other, until it is destroyed.
+class OtherCaller {
+ public:
+  OtherCaller(std::shared_ptr<SqlDatabase> database, const char* during)
+      : store_(std::move(database)),
+        during_(during),
+        thread_([this] { Work(); }) {}
+  ~OtherCaller() {
+    stopping_ = true;
+    thread_.join();
+    std::sort(took_.begin(), took_.end());
+    EXPECT_FALSE(took_.empty());
+    EXPECT_EQ(failures_, 0);
+    if (took_.empty()) return;
+    std::printf("%zu puts of somebody else during %s: p99 %s, longest %s\n",
+                took_.size(), during_,
+                absl::FormatDuration(took_[took_.size() * 99 / 100]).c_str(),
+                absl::FormatDuration(took_.back()).c_str());
+  }
+
+ private:
+  void Work() {
+    for (int i = 0; !stopping_; ++i) {
+      const absl::Duration begin = core::SteadyNow();
+      failures_ +=
+          !store_.Put({"other", "main", absl::StrCat(i % 100)}, MakeSmall(), {})
+               .ok();
+      took_.push_back(core::SteadyNow() - begin);
+    }
+  }
+
+  SqlEncodingStore store_;
+  const char* const during_;
+  std::atomic<bool> stopping_ = false;
+  int failures_ = 0;
+  std::vector<absl::Duration> took_;
+  std::thread thread_;
+};
+
+TEST_P(StoreSpaceTest, LargeRevisionsGoAtOnceAndAreFreedInSteps) {
+  const int64_t count = testing::Count("QUANTD_STORE_ROWS", 1100);
+  const auto fill = [&](const std::string& revision, int64_t first,
+                        int64_t end) {
+    std::atomic<int64_t> next = first;
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i) {
+      threads.emplace_back([&] {
+        for (int64_t k = next++; k < end; k = next++) {
+          EXPECT_TRUE(encodings_
+                          .Put({"a/m", revision, absl::StrCat(k)}, MakeSmall(),
+                               {"", {"caller", {}}})
+                          .ok());
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  };
+  const auto rows = [&] {
+    return CountOf("SELECT COUNT(*) FROM encodings WHERE principal = 'caller'");
+  };
+  const auto used = [&] { return keeper_.ReadUsage("models:a/")->rows; };
+  fill("main", 0, count);
+  fill("draft", 0, count);
+  {
+    const OtherCaller other(sql_, "publishing");
+    // Rows that stay where they are, and are not counted any more.
+    const auto published =
+        encodings_.PublishRevision("a/m", "draft", "main", false);
+    ASSERT_TRUE(published.ok()) << published.status();
+    EXPECT_EQ(published->encoding_count, count);
+    EXPECT_EQ(published->replaced_count, count);
+    EXPECT_EQ(rows(), 2 * count);
+    EXPECT_EQ(used(), count);
+    EXPECT_EQ(keeper_.ReadUsage("principal:caller")->rows, count);
+  }
+  {
+    const OtherCaller other(sql_, "freeing");
+    EXPECT_GT(FreeAll(kAge, kPause), count / 500);
+    EXPECT_EQ(rows(), count);
+  }
+  ExpectSound();
+
+  // The fewer ones move, whichever those are.
+  for (const bool few_are_kept : {true, false}) {
+    const int64_t first = few_are_kept ? count / 10 : count - count / 10;
+    fill("draft", first, count + count / 20);
+    {
+      const OtherCaller other(sql_, "merging");
+      const auto merged =
+          encodings_.PublishRevision("a/m", "draft", "main", true);
+      ASSERT_TRUE(merged.ok()) << merged.status();
+      EXPECT_EQ(merged->encoding_count, count + count / 20);
+      EXPECT_EQ(merged->replaced_count,
+                (few_are_kept ? count : count + count / 20) - first);
+      EXPECT_EQ(used(), count + count / 20);
+    }
+    FreeAll(kAge);
+    EXPECT_EQ(rows(), count + count / 20);
+    ExpectSound();
+  }
+
+  {
+    const OtherCaller other(sql_, "deleting");
+    const auto deleted = encodings_.DeleteRevision("a/m", "main");
+    ASSERT_TRUE(deleted.ok()) << deleted.status();
+    EXPECT_EQ(deleted->encoding_count, count + count / 20);
+    EXPECT_GT(rows(), 0);
+    EXPECT_EQ(used(), 0);
+    FreeAll(kAge, kPause);
+  }
+  EXPECT_EQ(rows(), 0);
+  for (const char* sql :
+       {"SELECT COUNT(*) FROM usage_counts WHERE "
+        "scope IN ('models:a/', 'principal:caller')",
+        "SELECT COUNT(*) FROM lost_sets",
+        "SELECT COUNT(*) FROM row_sets WHERE model = 'a/m'"}) {
+    EXPECT_EQ(CountOf(sql), 0) << sql;
+  }
+  ExpectSound();
 }
 
 INSTANTIATE_TEST_SUITE_P(Stores, StoreSpaceTest,

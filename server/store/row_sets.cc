@@ -1,0 +1,293 @@
+#include "server/store/row_sets.h"
+
+#include <xxhash.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/optional.h"
+#include "core/errors.h"
+#include "server/store/row_checksum.h"
+#include "server/wire/names.h"
+
+namespace quantd::server {
+namespace {
+
+constexpr int64_t kSlotCount = 16;
+
+constexpr char kSelectRowSet[] =
+    "SELECT set_id, generation, update_time_us, checksum FROM row_sets "
+    "WHERE model = $1 AND revision = $2 AND kind = $3";
+constexpr char kNextRowSet[] =
+    "SELECT model, revision, set_id, generation, update_time_us, checksum "
+    "FROM row_sets WHERE (model, revision) > ($1, $2) AND kind = $3 "
+    "ORDER BY model, revision LIMIT 1";
+// Another transaction may have added it meanwhile.
+constexpr char kAddRowSet[] =
+    "INSERT INTO row_sets (model, revision, kind, set_id, generation, "
+    "update_time_us, checksum) VALUES ($1, $2, $3, $4, $5, $6, $7) "
+    "ON CONFLICT (model, revision, kind) DO NOTHING";
+constexpr char kUnassignRowSet[] =
+    "DELETE FROM row_sets WHERE model = $1 AND revision = $2 AND kind = $3";
+constexpr char kLoseRowSet[] =
+    "INSERT INTO lost_sets (set_id, kind) VALUES ($1, $2)";
+constexpr char kSelectSetCounts[] =
+    "SELECT principal, slot, row_count, bytes FROM set_counts "
+    "WHERE set_id = $1";
+constexpr char kForgetSetCounts[] = "DELETE FROM set_counts WHERE set_id = $1";
+constexpr char kRecountSet[] =
+    "INSERT INTO set_counts (set_id, principal, slot, row_count, bytes, "
+    "update_time_us) SELECT set_id, principal, slot, COUNT(*), "
+    "CAST(SUM(charged_bytes) AS BIGINT), MAX(update_time_us) "
+    "FROM encodings WHERE set_id = $1 GROUP BY set_id, principal, slot";
+constexpr char kChangeUsage[] =
+    "INSERT INTO usage_changes (model, principal, slot, row_count, bytes) "
+    "VALUES ($1, $2, $3, $4, $5)";
+
+constexpr absl::string_view kFindWhat = "cannot find a revision";
+constexpr absl::string_view kChangeWhat = "cannot change a revision";
+
+uint64_t ChecksumOf(absl::string_view model, absl::string_view revision,
+                    RowKind kind, const RowSet& set) {
+  const int64_t numbers[] = {static_cast<int64_t>(kind), set.id, set.generation,
+                             set.update_time_us};
+  return RowChecksum::Of(
+      {model,
+       revision,
+       {reinterpret_cast<const char*>(numbers), sizeof(numbers)}});
+}
+
+void Bind(absl::string_view model, absl::string_view revision, RowKind kind,
+          SqlStatement* row) {
+  row->BindText(1, model);
+  row->BindText(2, revision);
+  row->BindInt(3, static_cast<int64_t>(kind));
+}
+
+absl::Status AddRowSet(SqlConnection& connection, absl::string_view model,
+                       absl::string_view revision, RowKind kind,
+                       const RowSet& set) {
+  const std::unique_ptr<SqlStatement> row = connection.Prepare(kAddRowSet);
+  Bind(model, revision, kind, row.get());
+  row->BindInt(4, set.id);
+  row->BindInt(5, set.generation);
+  row->BindInt(6, set.update_time_us);
+  row->BindInt(7, static_cast<int64_t>(ChecksumOf(model, revision, kind, set)));
+  return row->Step(kChangeWhat).status();
+}
+
+absl::Status ForgetSetCounts(SqlConnection& connection, int64_t set_id) {
+  const std::unique_ptr<SqlStatement> row =
+      connection.Prepare(kForgetSetCounts);
+  row->BindInt(1, set_id);
+  return row->Step(kChangeWhat).status();
+}
+
+// The first one after those of `model` and `revision`, bytewise.
+absl::StatusOr<absl::optional<ListedRowSet>> NextRowSet(
+    SqlConnection& connection, absl::string_view model,
+    absl::string_view revision, RowKind kind) {
+  const std::unique_ptr<SqlStatement> row = connection.Prepare(kNextRowSet);
+  Bind(model, revision, kind, row.get());
+  absl::StatusOr<bool> found = row->Step(kFindWhat);
+  if (!found.ok()) return found.status();
+  if (!*found) return absl::optional<ListedRowSet>();
+  ListedRowSet next{std::string(row->Bytes(0)), std::string(row->Bytes(1)),
+                    RowSet()};
+  next.set = ReadRowSet(*row, 2, next.model, next.revision, kind);
+  return absl::optional<ListedRowSet>(std::move(next));
+}
+
+}  // namespace
+
+absl::StatusOr<RowSet> ReadRowSet(const SqlStatement& row, int column,
+                                  absl::string_view model,
+                                  absl::string_view revision, RowKind kind) {
+  const RowSet set{row.Int(column), row.Int(column + 1), row.Int(column + 2)};
+  if (static_cast<uint64_t>(row.Int(column + 3)) !=
+      ChecksumOf(model, revision, kind, set)) {
+    return core::StoreCorruptError(absl::StrCat(
+        "what tells of revision \"", ShownName(revision), "\" of model \"",
+        ShownName(model), "\" fails its checksum; delete the revision"));
+  }
+  return set;
+}
+
+absl::StatusOr<absl::optional<RowSet>> FindRowSet(SqlConnection& connection,
+                                                  absl::string_view model,
+                                                  absl::string_view revision,
+                                                  RowKind kind) {
+  const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectRowSet);
+  Bind(model, revision, kind, row.get());
+  absl::StatusOr<bool> found = row->Step(kFindWhat);
+  if (!found.ok()) return found.status();
+  if (!*found) return absl::optional<RowSet>();
+  absl::StatusOr<RowSet> set = ReadRowSet(*row, 0, model, revision, kind);
+  if (!set.ok()) return set.status();
+  return absl::optional<RowSet>(*set);
+}
+
+absl::Status ForEachRowSet(
+    SqlDatabase& database, RowKind kind,
+    absl::FunctionRef<void(const absl::Status&)> damaged,
+    absl::FunctionRef<absl::Status(const ListedRowSet&)> visit) {
+  absl::optional<ListedRowSet> set;
+  do {
+    const std::string model = set.has_value() ? set->model : "";
+    const std::string revision = set.has_value() ? set->revision : "";
+    const auto find = [&](SqlConnection& connection) -> absl::Status {
+      absl::StatusOr<absl::optional<ListedRowSet>> next =
+          NextRowSet(connection, model, revision, kind);
+      if (next.ok()) set = *std::move(next);
+      return next.status();
+    };
+    if (absl::Status s = database.Read(find); !s.ok()) return s;
+    if (!set.has_value()) return absl::OkStatus();
+    if (set->set.ok()) {
+      if (absl::Status s = visit(*set); !s.ok()) return s;
+    } else {
+      damaged(set->set.status());
+    }
+  } while (true);
+}
+
+absl::StatusOr<RowSet> FindOrAddRowSet(SqlConnection& connection,
+                                       absl::string_view model,
+                                       absl::string_view revision,
+                                       RowKind kind) {
+  while (true) {
+    absl::StatusOr<absl::optional<RowSet>> found =
+        FindRowSet(connection, model, revision, kind);
+    if (!found.ok()) return found.status();
+    if (found->has_value()) return **found;
+    absl::StatusOr<int64_t> id = connection.NextGeneration();
+    if (!id.ok()) return id.status();
+    absl::Status status =
+        AddRowSet(connection, model, revision, kind, RowSet{*id});
+    if (!status.ok()) return status;
+  }
+}
+
+absl::Status AssignRowSet(SqlConnection& connection, absl::string_view model,
+                          absl::string_view revision, RowKind kind,
+                          const RowSet& set) {
+  absl::Status status = UnassignRowSet(connection, model, revision, kind);
+  if (!status.ok()) return status;
+  return AddRowSet(connection, model, revision, kind, set);
+}
+
+absl::Status UnassignRowSet(SqlConnection& connection, absl::string_view model,
+                            absl::string_view revision, RowKind kind) {
+  const std::unique_ptr<SqlStatement> row = connection.Prepare(kUnassignRowSet);
+  Bind(model, revision, kind, row.get());
+  return row->Step(kChangeWhat).status();
+}
+
+absl::Status LoseRowSet(SqlConnection& connection, int64_t set_id,
+                        RowKind kind) {
+  {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kLoseRowSet);
+    row->BindInt(1, set_id);
+    row->BindInt(2, static_cast<int64_t>(kind));
+    if (absl::Status s = row->Step(kChangeWhat).status(); !s.ok()) return s;
+  }
+  return ForgetSetCounts(connection, set_id);
+}
+
+absl::Status AddSetUsage(SqlConnection& connection, int64_t set_id, int factor,
+                         SlotUsage* usage) {
+  const std::unique_ptr<SqlStatement> row =
+      connection.Prepare(kSelectSetCounts);
+  row->BindInt(1, set_id);
+  while (true) {
+    absl::StatusOr<bool> found = row->Step(kFindWhat);
+    if (!found.ok()) return found.status();
+    if (!*found) return absl::OkStatus();
+    Usage& of_slot = (*usage)[{std::string(row->Bytes(0)), row->Int(1)}];
+    of_slot.rows += factor * row->Int(2);
+    of_slot.bytes += factor * row->Int(3);
+  }
+}
+
+absl::Status ChangeUsage(SqlConnection& connection, absl::string_view model,
+                         const SlotUsage& change) {
+  // Slot by slot, as all do, so that nobody waits in a circle.
+  for (int64_t slot = 0; slot < kSlotCount; ++slot) {
+    for (const auto& [key, usage] : change) {
+      if (key.second != slot || (usage.rows == 0 && usage.bytes == 0)) continue;
+      const std::unique_ptr<SqlStatement> row =
+          connection.Prepare(kChangeUsage);
+      row->BindText(1, model);
+      row->BindText(2, key.first);
+      row->BindInt(3, slot);
+      row->BindInt(4, usage.rows);
+      row->BindInt(5, usage.bytes);
+      if (absl::Status s = row->Step(kChangeWhat).status(); !s.ok()) return s;
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RecountSet(SqlConnection& connection, int64_t set_id) {
+  absl::Status status = ForgetSetCounts(connection, set_id);
+  if (!status.ok()) return status;
+  const std::unique_ptr<SqlStatement> row = connection.Prepare(kRecountSet);
+  row->BindInt(1, set_id);
+  return row->Step(kChangeWhat).status();
+}
+
+int64_t RowCount(const SlotUsage& usage) {
+  int64_t count = 0;
+  for (const auto& [key, of_slot] : usage) count += of_slot.rows;
+  return count;
+}
+
+int64_t SlotOf(absl::string_view tensor) {
+  return static_cast<int64_t>(XXH3_64bits(tensor.data(), tensor.size()) %
+                              kSlotCount);
+}
+
+int64_t NameBytes(const EncodingKey& key) {
+  return static_cast<int64_t>(key.model.size() + key.revision.size() +
+                              key.tensor.size());
+}
+
+absl::Status UnassignEmptyRowSet(SqlDatabase& database, absl::string_view model,
+                                 absl::string_view revision, RowKind kind) {
+  const auto is_empty = [&](SqlConnection& connection) -> absl::StatusOr<bool> {
+    absl::StatusOr<absl::optional<RowSet>> set =
+        FindRowSet(connection, model, revision, kind);
+    if (!set.ok()) return set.status();
+    if (!set->has_value()) return false;
+    SlotUsage usage;
+    absl::Status status = AddSetUsage(connection, (*set)->id, 1, &usage);
+    if (!status.ok()) return status;
+    return RowCount(usage) == 0;
+  };
+  bool seems_empty = false;
+  const auto look = [&](SqlConnection& connection) -> absl::Status {
+    const absl::StatusOr<bool> empty = is_empty(connection);
+    seems_empty = empty.value_or(false);
+    return empty.status();
+  };
+  if (absl::Status s = database.Read(look); !s.ok()) return s;
+  if (!seems_empty) return absl::OkStatus();
+  // Others may be writing the first row again.
+  return database.Write([&](SqlConnection& connection) -> absl::Status {
+    absl::Status status =
+        connection.LockRevisions(model, {std::string(revision)});
+    if (!status.ok()) return status;
+    const absl::StatusOr<bool> empty = is_empty(connection);
+    if (!empty.ok() || !*empty) return empty.status();
+    return UnassignRowSet(connection, model, revision, kind);
+  });
+}
+
+}  // namespace quantd::server
