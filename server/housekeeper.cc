@@ -30,9 +30,9 @@ double Ratio(int64_t used, int64_t limit) {
   return static_cast<double>(used) / static_cast<double>(limit);
 }
 
-// What another deleted, or wrote meanwhile, is as well.
+// What another deleted, or wrote meanwhile, is as well. What is damaged stays.
 bool IsSettled(const absl::Status& status) {
-  return status.ok() || absl::IsNotFound(status) ||
+  return status.ok() || absl::IsNotFound(status) || absl::IsDataLoss(status) ||
          core::ErrorReason(status) == "ETAG_MISMATCH";
 }
 
@@ -137,7 +137,7 @@ void Housekeeper::LookAtUsage() {
 }
 
 void Housekeeper::LookAtSpace() {
-  // Who writes goes first, so that a step may fail; there is a next look.
+  // A step may fail; there is a next look.
   constexpr int kMostFailures = 100;
   const auto repeat = [&](auto step) {
     int failures = 0;
@@ -231,9 +231,11 @@ absl::Status Housekeeper::DeleteRevision(const RevisionUsage& revision) {
     for (const EncodingListEntry& entry : *page) {
       if (stopping()) return absl::OkStatus();
       if (entry.stored.update_time > revision.update_time) continue;
-      absl::Status status =
-          encodings_->Delete({revision.model, revision.revision, entry.tensor},
-                             {entry.stored.etag});
+      Precondition precondition;
+      precondition.if_match = entry.stored.etag;
+      precondition.not_updated_after = revision.update_time;
+      absl::Status status = encodings_->Delete(
+          {revision.model, revision.revision, entry.tensor}, precondition);
       if (!IsSettled(status)) return status;
     }
     after = page->back().tensor;

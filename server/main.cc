@@ -287,7 +287,9 @@ int Serve(const CommandLine& command_line) {
   return kExitDrained;
 }
 
-int Check(const Config& config) {
+int Check(Config config) {
+  // Nobody waits for an answer, and some take as long as the tables are large.
+  config.store_timeout = std::max(config.store_timeout, absl::Minutes(30));
   absl::StatusOr<std::shared_ptr<SqlDatabase>> database = OpenDatabase(config);
   if (!database.ok()) return Fail("cannot open the store", database.status());
   const absl::StatusOr<StoreCheck> check =

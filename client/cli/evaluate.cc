@@ -38,6 +38,7 @@
 #include "client/models/tensor_engine.h"
 #include "client/models/tensor_input.h"
 #include "client/models/tie_groups.h"
+#include "client/models/two_passes.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -412,6 +413,13 @@ absl::Status EvaluateAll(const EvaluateOptions& options,
   absl::Status status =
       internal::EvaluateEngine(connections.clients()).Run(work);
   // While no stream is open: it would wait too long.
+  for (size_t k = 0; k < tasks.size() && status.ok(); ++k) {
+    absl::StatusOr<EvaluateResult>& result = (*results)[tasks[k]];
+    if (!internal::CannotHold(result.status())) continue;
+    result = internal::EvaluateInTwoPasses(work.make_job(k),
+                                           connections.clients()[0]);
+    status = check(result.status());
+  }
   for (const size_t i : with_blocks) {
     absl::StatusOr<EvaluateResult>& result = (*results)[i];
     if (!status.ok()) break;

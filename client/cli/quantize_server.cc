@@ -17,6 +17,7 @@
 #include "client/cpp/errors.h"
 #include "client/models/tensor_input.h"
 #include "client/models/tie_groups.h"
+#include "client/models/two_passes.h"
 
 namespace quantd::cli {
 namespace {
@@ -122,21 +123,18 @@ QuantizeJob QuantizeServer::MakeJob(TensorTask* task) {
 bool QuantizeServer::IsTooLarge(const absl::Status& status,
                                 const TensorTask& task) const {
   // What else the server would hold is not in an encoding.
-  return ErrorReason(status) == "MEMORY_BUDGET" && task.outer_maximum.empty() &&
+  return internal::CannotHold(status) && task.outer_maximum.empty() &&
          !task.spec.has_importance() &&
          roundings_.find(task.tensor->name) == roundings_.end();
 }
 
 absl::StatusOr<QuantizeResult> QuantizeServer::QuantizeInTwoPasses(
     const TensorSink& sink, size_t i, TensorTask* task) {
-  CalibrateJob calibrate;
-  calibrate.tensor = MakeTensor(*task->tensor, TensorName());
-  calibrate.spec = task->spec;
-  const absl::StatusOr<CalibrateResult> calibrated =
-      client()->Calibrate(calibrate);
-  if (!calibrated.ok()) return calibrated.status();
   QuantizeJob job = MakeJob(task);
-  job.source = calibrated->stored_encoding().encoding();
+  absl::StatusOr<Encoding> encoding =
+      internal::FindEncoding(job.tensor, task->spec, client());
+  if (!encoding.ok()) return encoding.status();
+  job.source = *std::move(encoding);
   if (sink.set_sinks) sink.set_sinks(i, &job);
   return client()->Quantize(job);
 }

@@ -29,6 +29,7 @@
 #include "client/models/tensor_engine.h"
 #include "client/models/tensor_input.h"
 #include "client/models/tie_groups.h"
+#include "client/models/two_passes.h"
 
 namespace quantd {
 namespace {
@@ -109,14 +110,29 @@ class Measurer {
     };
     work.take = [this, &tasks](size_t i, absl::StatusOr<EvaluateResult> result,
                                EvaluateStream* evaluate) {
+      if (internal::CannotHold(result.status())) {
+        absl::MutexLock lock(&mutex_);
+        large_.push_back(tasks[i]);
+        return absl::OkStatus();
+      }
       absl::Status status = Take(result, evaluate, tasks[i]);
       if (!HasBlocks(*tasks[i])) Tell(*tasks[i]);
       return status;
     };
     EvaluateEngine engine(std::vector<Client*>(kStreams, client));
-    const absl::Status status = engine.Run(work);
+    absl::Status status = engine.Run(work);
     if (!status.ok()) return status;
     // While no stream is open: it would wait too long.
+    std::vector<MeasuredTensor*> large;
+    {
+      absl::MutexLock lock(&mutex_);
+      large = large_;
+    }
+    for (MeasuredTensor* const measured : large) {
+      status = MeasureLarge(client, measured);
+      if (!status.ok()) return status;
+      if (!HasBlocks(*measured)) Tell(*measured);
+    }
     for (MeasuredTensor& measured : measured_) {
       if (!HasBlocks(measured)) continue;
       MeasureBlocks(&measured);
@@ -158,6 +174,19 @@ class Measurer {
       candidate.noise_to_signal =
           NoiseToSignal(candidate.metrics, v1::TensorStatistics());
     }
+  }
+
+  // One spec after the other, of a tensor that the server cannot hold. Only
+  // what ends the run is an error.
+  absl::Status MeasureLarge(Client* client, MeasuredTensor* measured) {
+    for (const size_t i : Candidates(*measured)) {
+      const absl::StatusOr<EvaluateResult> result =
+          internal::EvaluateInTwoPasses(MakeJob(*measured, {i}), client);
+      if (EndsTheRun(result.status())) return result.status();
+      measured->candidates[i].status =
+          result.ok() ? Fill(*result, {i}, measured) : result.status();
+    }
+    return absl::OkStatus();
   }
 
   // Those of the server that have not failed.
@@ -234,6 +263,8 @@ class Measurer {
   std::deque<TiedMaxima> maxima_;
   absl::Mutex mutex_;
   const OnTensor& on_tensor_;
+  // Tensors that the server cannot hold.
+  std::vector<MeasuredTensor*> large_ ABSL_GUARDED_BY(mutex_);
   // Different ones may change at once.
   std::vector<MeasuredTensor> measured_;
 };

@@ -1,8 +1,8 @@
 // Scales of an encoding in rows of their own, a MiB each.
 //
-// They stand under the id of a content, which an encoding names and a rename
-// leaves as it is. Pieces from 0 on have a fixed number of scales, then the
-// zero points of these; pieces from -1 on downward have outer scales.
+// They stand under the id of a content, which an encoding names, and keeps when
+// its row moves to another set. Pieces from 0 on have a fixed number of scales,
+// then the zero points of these; pieces from -1 on downward have outer scales.
 
 #ifndef QUANTD_SERVER_STORE_ENCODING_PIECES_H_
 #define QUANTD_SERVER_STORE_ENCODING_PIECES_H_

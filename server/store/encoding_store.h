@@ -24,7 +24,8 @@ namespace quantd::server {
 // ("models:acme/"), or what a caller wrote last ("principal:acme-train").
 struct Quota {
   std::string scope;
-  // Of names and contents, and of encodings and statistics of one source.
+  // Of names of models and tensors and of contents, of encodings and of
+  // statistics of one source.
   int64_t max_bytes = std::numeric_limits<int64_t>::max();
   int64_t max_rows = std::numeric_limits<int64_t>::max();
 };
@@ -50,7 +51,8 @@ struct StoredEncoding {
   std::shared_ptr<const core::Encoding> encoding;
   // Opaque; changes with every put.
   std::string etag;
-  // Grows with every put to the store, over all keys, and never comes back.
+  // Grows with every put to the store, and for all of a revision when that is
+  // published; never comes back for a key.
   int64_t generation = 0;
   absl::Time update_time;
   // What made it: a serialized v1::EncodingProvenance; empty where that is not
@@ -66,6 +68,8 @@ struct Precondition {
   WriteAccount account{};
   // Of a put: StoredEncoding::provenance.
   std::string provenance{};
+  // Of a delete: the encoding was neither put nor published after this.
+  absl::Time not_updated_after = absl::InfiniteFuture();
 };
 
 // A row of a list.

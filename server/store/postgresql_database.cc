@@ -88,8 +88,7 @@ constexpr char kSchema[] = R"sql(
     PRIMARY KEY (model, revision, kind)
   );
   CREATE TABLE lost_sets (
-    set_id BIGINT NOT NULL PRIMARY KEY,
-    kind BIGINT NOT NULL
+    set_id BIGINT NOT NULL PRIMARY KEY
   );
 
   CREATE TABLE encodings (
@@ -451,7 +450,7 @@ class PostgresqlConnection final : public SqlConnection {
                              std::vector<std::string> revisions) override;
   absl::Status LockSource(const EncodingKey& key,
                           absl::string_view source) override;
-  absl::Status LockQuota(absl::string_view scope) override;
+  absl::Status LockName(absl::string_view name) override;
   absl::StatusOr<int64_t> NextGeneration() override;
   absl::Status Announce() override;
 
@@ -680,8 +679,8 @@ absl::Status PostgresqlConnection::LockSource(const EncodingKey& key,
   return LockName(name, "cannot lock a source");
 }
 
-absl::Status PostgresqlConnection::LockQuota(absl::string_view scope) {
-  return LockName(scope, "cannot lock a quota");
+absl::Status PostgresqlConnection::LockName(absl::string_view name) {
+  return LockName(name, "cannot lock what others write");
 }
 
 absl::Status PostgresqlConnection::LockName(absl::string_view name,

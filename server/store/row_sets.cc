@@ -25,9 +25,10 @@ constexpr int64_t kSlotCount = 16;
 constexpr char kSelectRowSet[] =
     "SELECT set_id, generation, update_time_us, checksum FROM row_sets "
     "WHERE model = $1 AND revision = $2 AND kind = $3";
+// From the index of the key, whatever is damaged beside that.
 constexpr char kNextRowSet[] =
-    "SELECT model, revision, set_id, generation, update_time_us, checksum "
-    "FROM row_sets WHERE (model, revision) > ($1, $2) AND kind = $3 "
+    "SELECT model, revision FROM row_sets "
+    "WHERE (model, revision) > ($1, $2) AND kind = $3 "
     "ORDER BY model, revision LIMIT 1";
 // Another transaction may have added it meanwhile.
 constexpr char kAddRowSet[] =
@@ -36,17 +37,27 @@ constexpr char kAddRowSet[] =
     "ON CONFLICT (model, revision, kind) DO NOTHING";
 constexpr char kUnassignRowSet[] =
     "DELETE FROM row_sets WHERE model = $1 AND revision = $2 AND kind = $3";
-constexpr char kLoseRowSet[] =
-    "INSERT INTO lost_sets (set_id, kind) VALUES ($1, $2)";
+constexpr char kLoseRowSet[] = "INSERT INTO lost_sets (set_id) VALUES ($1)";
+constexpr char kHasEncodings[] =
+    "SELECT slot FROM encodings WHERE set_id = $1 LIMIT 1";
+constexpr char kHasStatistics[] =
+    "SELECT slot FROM statistics WHERE set_id = $1 LIMIT 1";
 constexpr char kSelectSetCounts[] =
     "SELECT principal, slot, row_count, bytes FROM set_counts "
     "WHERE set_id = $1";
 constexpr char kForgetSetCounts[] = "DELETE FROM set_counts WHERE set_id = $1";
-constexpr char kRecountSet[] =
+constexpr char kCountRows[] =
+    "SELECT principal, slot, COUNT(*), CAST(SUM(charged_bytes) AS BIGINT) "
+    "FROM encodings WHERE set_id = $1 GROUP BY principal, slot";
+constexpr char kChangeSetCounts[] =
     "INSERT INTO set_counts (set_id, principal, slot, row_count, bytes, "
-    "update_time_us) SELECT set_id, principal, slot, COUNT(*), "
-    "CAST(SUM(charged_bytes) AS BIGINT), MAX(update_time_us) "
-    "FROM encodings WHERE set_id = $1 GROUP BY set_id, principal, slot";
+    "update_time_us) VALUES ($1, $2, $3, $4, $5, $6) "
+    "ON CONFLICT (set_id, principal, slot) DO UPDATE SET "
+    "row_count = set_counts.row_count + excluded.row_count, "
+    "bytes = set_counts.bytes + excluded.bytes, "
+    "update_time_us = excluded.update_time_us";
+constexpr char kForgetEmptyCounts[] =
+    "DELETE FROM set_counts WHERE set_id = $1 AND row_count = 0";
 constexpr char kChangeUsage[] =
     "INSERT INTO usage_changes (model, principal, slot, row_count, bytes) "
     "VALUES ($1, $2, $3, $4, $5)";
@@ -83,26 +94,37 @@ absl::Status AddRowSet(SqlConnection& connection, absl::string_view model,
   return row->Step(kChangeWhat).status();
 }
 
-absl::Status ForgetSetCounts(SqlConnection& connection, int64_t set_id) {
-  const std::unique_ptr<SqlStatement> row =
-      connection.Prepare(kForgetSetCounts);
+// Sums up rows of principal, slot, number of rows and bytes.
+absl::StatusOr<SlotUsage> ReadUsage(SqlConnection& connection, const char* sql,
+                                    int64_t set_id) {
+  const std::unique_ptr<SqlStatement> row = connection.Prepare(sql);
   row->BindInt(1, set_id);
-  return row->Step(kChangeWhat).status();
+  SlotUsage usage;
+  while (true) {
+    absl::StatusOr<bool> found = row->Step(kFindWhat);
+    if (!found.ok()) return found.status();
+    if (!*found) return usage;
+    Usage& of_slot = usage[{std::string(row->Bytes(0)), row->Int(1)}];
+    of_slot.rows += row->Int(2);
+    of_slot.bytes += row->Int(3);
+  }
 }
 
-// The first one after those of `model` and `revision`, bytewise.
-absl::StatusOr<absl::optional<ListedRowSet>> NextRowSet(
-    SqlConnection& connection, absl::string_view model,
-    absl::string_view revision, RowKind kind) {
-  const std::unique_ptr<SqlStatement> row = connection.Prepare(kNextRowSet);
+// Without the check of the checksum unless `verifies`.
+absl::StatusOr<absl::optional<RowSet>> SelectRowSet(SqlConnection& connection,
+                                                    absl::string_view model,
+                                                    absl::string_view revision,
+                                                    RowKind kind,
+                                                    bool verifies) {
+  const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectRowSet);
   Bind(model, revision, kind, row.get());
   absl::StatusOr<bool> found = row->Step(kFindWhat);
   if (!found.ok()) return found.status();
-  if (!*found) return absl::optional<ListedRowSet>();
-  ListedRowSet next{std::string(row->Bytes(0)), std::string(row->Bytes(1)),
-                    RowSet()};
-  next.set = ReadRowSet(*row, 2, next.model, next.revision, kind);
-  return absl::optional<ListedRowSet>(std::move(next));
+  if (!*found) return absl::optional<RowSet>();
+  absl::StatusOr<RowSet> set = ReadRowSet(*row, 0, model, revision, kind);
+  if (set.ok()) return absl::optional<RowSet>(*set);
+  if (verifies) return set.status();
+  return absl::optional<RowSet>({row->Int(0), 0, 0});
 }
 
 }  // namespace
@@ -124,38 +146,63 @@ absl::StatusOr<absl::optional<RowSet>> FindRowSet(SqlConnection& connection,
                                                   absl::string_view model,
                                                   absl::string_view revision,
                                                   RowKind kind) {
-  const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectRowSet);
-  Bind(model, revision, kind, row.get());
-  absl::StatusOr<bool> found = row->Step(kFindWhat);
-  if (!found.ok()) return found.status();
-  if (!*found) return absl::optional<RowSet>();
-  absl::StatusOr<RowSet> set = ReadRowSet(*row, 0, model, revision, kind);
-  if (!set.ok()) return set.status();
-  return absl::optional<RowSet>(*set);
+  return SelectRowSet(connection, model, revision, kind, /*verifies=*/true);
+}
+
+absl::StatusOr<absl::optional<RowSet>> FindRowSetToDelete(
+    SqlConnection& connection, absl::string_view model,
+    absl::string_view revision, RowKind kind) {
+  return SelectRowSet(connection, model, revision, kind, /*verifies=*/false);
+}
+
+absl::StatusOr<bool> HasRows(SqlConnection& connection, int64_t set_id,
+                             RowKind kind) {
+  const std::unique_ptr<SqlStatement> row = connection.Prepare(
+      kind == RowKind::kEncodings ? kHasEncodings : kHasStatistics);
+  row->BindInt(1, set_id);
+  return row->Step(kFindWhat);
 }
 
 absl::Status ForEachRowSet(
     SqlDatabase& database, RowKind kind,
     absl::FunctionRef<void(const absl::Status&)> damaged,
     absl::FunctionRef<absl::Status(const ListedRowSet&)> visit) {
-  absl::optional<ListedRowSet> set;
-  do {
-    const std::string model = set.has_value() ? set->model : "";
-    const std::string revision = set.has_value() ? set->revision : "";
+  std::string model, revision;
+  while (true) {
+    bool is_there = false;
     const auto find = [&](SqlConnection& connection) -> absl::Status {
-      absl::StatusOr<absl::optional<ListedRowSet>> next =
-          NextRowSet(connection, model, revision, kind);
-      if (next.ok()) set = *std::move(next);
-      return next.status();
+      const std::unique_ptr<SqlStatement> row = connection.Prepare(kNextRowSet);
+      // A copy, because the names are bound and then read.
+      const std::string after_model = model;
+      const std::string after_revision = revision;
+      Bind(after_model, after_revision, kind, row.get());
+      absl::StatusOr<bool> found = row->Step(kFindWhat);
+      if (!found.ok()) return found.status();
+      is_there = *found;
+      if (!is_there) return absl::OkStatus();
+      model = std::string(row->Bytes(0));
+      revision = std::string(row->Bytes(1));
+      return absl::OkStatus();
     };
     if (absl::Status s = database.Read(find); !s.ok()) return s;
-    if (!set.has_value()) return absl::OkStatus();
-    if (set->set.ok()) {
-      if (absl::Status s = visit(*set); !s.ok()) return s;
-    } else {
-      damaged(set->set.status());
+    if (!is_there) return absl::OkStatus();
+    absl::optional<RowSet> set;
+    const auto read = [&](SqlConnection& connection) -> absl::Status {
+      absl::StatusOr<absl::optional<RowSet>> found =
+          FindRowSet(connection, model, revision, kind);
+      if (found.ok()) set = *found;
+      return found.status();
+    };
+    absl::Status status = database.Read(read);
+    if (absl::IsDataLoss(status)) {
+      damaged(status);
+    } else if (status.ok() && set.has_value()) {
+      status = visit({model, revision, set->id});
+      if (!status.ok()) return status;
+    } else if (!status.ok()) {
+      return status;
     }
-  } while (true);
+  }
 }
 
 absl::StatusOr<RowSet> FindOrAddRowSet(SqlConnection& connection,
@@ -190,30 +237,51 @@ absl::Status UnassignRowSet(SqlConnection& connection, absl::string_view model,
   return row->Step(kChangeWhat).status();
 }
 
-absl::Status LoseRowSet(SqlConnection& connection, int64_t set_id,
-                        RowKind kind) {
+absl::Status LoseRowSet(SqlConnection& connection, int64_t set_id) {
   {
     const std::unique_ptr<SqlStatement> row = connection.Prepare(kLoseRowSet);
     row->BindInt(1, set_id);
-    row->BindInt(2, static_cast<int64_t>(kind));
     if (absl::Status s = row->Step(kChangeWhat).status(); !s.ok()) return s;
   }
-  return ForgetSetCounts(connection, set_id);
+  const std::unique_ptr<SqlStatement> row =
+      connection.Prepare(kForgetSetCounts);
+  row->BindInt(1, set_id);
+  return row->Step(kChangeWhat).status();
 }
 
-absl::Status AddSetUsage(SqlConnection& connection, int64_t set_id, int factor,
-                         SlotUsage* usage) {
-  const std::unique_ptr<SqlStatement> row =
-      connection.Prepare(kSelectSetCounts);
-  row->BindInt(1, set_id);
-  while (true) {
-    absl::StatusOr<bool> found = row->Step(kFindWhat);
-    if (!found.ok()) return found.status();
-    if (!*found) return absl::OkStatus();
-    Usage& of_slot = (*usage)[{std::string(row->Bytes(0)), row->Int(1)}];
-    of_slot.rows += factor * row->Int(2);
-    of_slot.bytes += factor * row->Int(3);
+absl::StatusOr<SlotUsage> ReadSetUsage(SqlConnection& connection,
+                                       int64_t set_id) {
+  return ReadUsage(connection, kSelectSetCounts, set_id);
+}
+
+absl::StatusOr<SlotUsage> CountRows(SqlConnection& connection, int64_t set_id) {
+  return ReadUsage(connection, kCountRows, set_id);
+}
+
+void AddUsage(const SlotUsage& usage, int factor, SlotUsage* sum) {
+  for (const auto& [slot, of_slot] : usage) {
+    (*sum)[slot].rows += factor * of_slot.rows;
+    (*sum)[slot].bytes += factor * of_slot.bytes;
   }
+}
+
+absl::Status ChangeSetUsage(SqlConnection& connection, int64_t set_id,
+                            const SlotUsage& change, int64_t update_time_us) {
+  for (const auto& [key, usage] : change) {
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kChangeSetCounts);
+    row->BindInt(1, set_id);
+    row->BindText(2, key.first);
+    row->BindInt(3, key.second);
+    row->BindInt(4, usage.rows);
+    row->BindInt(5, usage.bytes);
+    row->BindInt(6, update_time_us);
+    if (absl::Status s = row->Step(kChangeWhat).status(); !s.ok()) return s;
+  }
+  const std::unique_ptr<SqlStatement> row =
+      connection.Prepare(kForgetEmptyCounts);
+  row->BindInt(1, set_id);
+  return row->Step(kChangeWhat).status();
 }
 
 absl::Status ChangeUsage(SqlConnection& connection, absl::string_view model,
@@ -235,14 +303,6 @@ absl::Status ChangeUsage(SqlConnection& connection, absl::string_view model,
   return absl::OkStatus();
 }
 
-absl::Status RecountSet(SqlConnection& connection, int64_t set_id) {
-  absl::Status status = ForgetSetCounts(connection, set_id);
-  if (!status.ok()) return status;
-  const std::unique_ptr<SqlStatement> row = connection.Prepare(kRecountSet);
-  row->BindInt(1, set_id);
-  return row->Step(kChangeWhat).status();
-}
-
 int64_t RowCount(const SlotUsage& usage) {
   int64_t count = 0;
   for (const auto& [key, of_slot] : usage) count += of_slot.rows;
@@ -255,8 +315,7 @@ int64_t SlotOf(absl::string_view tensor) {
 }
 
 int64_t NameBytes(const EncodingKey& key) {
-  return static_cast<int64_t>(key.model.size() + key.revision.size() +
-                              key.tensor.size());
+  return static_cast<int64_t>(key.model.size() + key.tensor.size());
 }
 
 absl::Status UnassignEmptyRowSet(SqlDatabase& database, absl::string_view model,
@@ -266,10 +325,9 @@ absl::Status UnassignEmptyRowSet(SqlDatabase& database, absl::string_view model,
         FindRowSet(connection, model, revision, kind);
     if (!set.ok()) return set.status();
     if (!set->has_value()) return false;
-    SlotUsage usage;
-    absl::Status status = AddSetUsage(connection, (*set)->id, 1, &usage);
-    if (!status.ok()) return status;
-    return RowCount(usage) == 0;
+    const absl::StatusOr<bool> has_rows = HasRows(connection, (*set)->id, kind);
+    if (!has_rows.ok()) return has_rows.status();
+    return !*has_rows;
   };
   bool seems_empty = false;
   const auto look = [&](SqlConnection& connection) -> absl::Status {

@@ -38,8 +38,8 @@ enum class RowKind { kEncodings = 0, kStatistics = 1 };
 
 struct RowSet {
   int64_t id = 0;
-  // Of the last time that it was published; 0 if it never was. No row of it is
-  // older.
+  // Of the last time that it was published; 0 if it never was. Rows that were
+  // put before count as put then.
   int64_t generation = 0;
   int64_t update_time_us = 0;
 };
@@ -56,12 +56,20 @@ absl::StatusOr<absl::optional<RowSet>> FindRowSet(SqlConnection& connection,
                                                   absl::string_view model,
                                                   absl::string_view revision,
                                                   RowKind kind);
+// The same of a revision that is to be deleted, even if its checksum fails. No
+// other revision has the set.
+absl::StatusOr<absl::optional<RowSet>> FindRowSetToDelete(
+    SqlConnection& connection, absl::string_view model,
+    absl::string_view revision, RowKind kind);
+
+// Whether there are rows in a set.
+absl::StatusOr<bool> HasRows(SqlConnection& connection, int64_t set_id,
+                             RowKind kind);
 
 struct ListedRowSet {
   std::string model;
   std::string revision;
-  // Or why it is not known: STORE_CORRUPT.
-  absl::StatusOr<RowSet> set;
+  int64_t set_id = 0;
 };
 
 // Calls `visit` with every set of a kind that is known, and `damaged` with why
@@ -71,8 +79,9 @@ absl::Status ForEachRowSet(
     absl::FunctionRef<void(const absl::Status&)> damaged,
     absl::FunctionRef<absl::Status(const ListedRowSet&)> visit);
 
-// In a transaction that writes, as all of the following. An empty one where the
-// revision has none.
+// What follows is for a transaction that writes.
+
+// An empty one where the revision has none.
 absl::StatusOr<RowSet> FindOrAddRowSet(SqlConnection& connection,
                                        absl::string_view model,
                                        absl::string_view revision,
@@ -88,23 +97,29 @@ absl::Status UnassignRowSet(SqlConnection& connection, absl::string_view model,
                             absl::string_view revision, RowKind kind);
 
 // Notes that nobody has the set any more.
-absl::Status LoseRowSet(SqlConnection& connection, int64_t set_id,
-                        RowKind kind);
+absl::Status LoseRowSet(SqlConnection& connection, int64_t set_id);
 
 // By principal and slot.
 using SlotUsage = std::map<std::pair<std::string, int64_t>, Usage>;
 
-// Adds what a set has, times `factor`.
-absl::Status AddSetUsage(SqlConnection& connection, int64_t set_id, int factor,
-                         SlotUsage* usage);
+// What a set has.
+absl::StatusOr<SlotUsage> ReadSetUsage(SqlConnection& connection,
+                                       int64_t set_id);
 
 // Adds to what the scopes of a model hold; as a transaction's last step,
 // because others wait for it.
 absl::Status ChangeUsage(SqlConnection& connection, absl::string_view model,
                          const SlotUsage& change);
 
-// Counts the rows of a set of encodings again.
-absl::Status RecountSet(SqlConnection& connection, int64_t set_id);
+// Adds to what a set has.
+absl::Status ChangeSetUsage(SqlConnection& connection, int64_t set_id,
+                            const SlotUsage& change, int64_t update_time_us);
+
+// What rows of encodings a set has, counted row by row.
+absl::StatusOr<SlotUsage> CountRows(SqlConnection& connection, int64_t set_id);
+
+// Adds `usage` times `factor`.
+void AddUsage(const SlotUsage& usage, int factor, SlotUsage* sum);
 
 // Number of rows.
 int64_t RowCount(const SlotUsage& usage);
@@ -113,11 +128,11 @@ int64_t RowCount(const SlotUsage& usage);
 // rarely wait for each other.
 int64_t SlotOf(absl::string_view tensor);
 
-// Bytes of the names of a key, for which its row is charged as for its
-// contents.
+// Bytes of the names that a row is charged for, beside its contents. Not of the
+// revision, which may become another one.
 int64_t NameBytes(const EncodingKey& key);
 
-// Unassigns a revision's set if it has no rows.
+// In transactions of its own: unassigns a revision's set if it has no rows.
 absl::Status UnassignEmptyRowSet(SqlDatabase& database, absl::string_view model,
                                  absl::string_view revision, RowKind kind);
 

@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
-#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -51,7 +50,7 @@ constexpr char kSelect[] =
     "LEFT JOIN encodings "
     "ON encodings.set_id = sets.set_id AND encodings.tensor = $3";
 constexpr char kSelectEtag[] =
-    "SELECT generation, checksum FROM encodings "
+    "SELECT generation, checksum, update_time_us FROM encodings "
     "WHERE set_id = " QUANTD_ENCODING_SET " AND tensor = $3";
 constexpr char kSelectReplacedEncoding[] =
     "SELECT principal, charged_bytes FROM encodings "
@@ -76,10 +75,9 @@ constexpr char kListEncodings[] =
     "SELECT tensor, encodings.generation, encodings.update_time_us, format, "
     "scale_count, charged_bytes, encodings.checksum, head_checksum, "
     "sets.set_id, sets.generation, sets.update_time_us, sets.checksum "
-    "FROM (SELECT set_id, generation, update_time_us, checksum FROM row_sets "
-    "WHERE model = $1 AND revision = $2 AND kind = 0) AS sets "
-    "JOIN encodings ON encodings.set_id = sets.set_id "
-    "WHERE tensor > $3 ORDER BY tensor LIMIT $4";
+    "FROM encodings JOIN row_sets AS sets ON sets.set_id = encodings.set_id "
+    "WHERE encodings.set_id = " QUANTD_ENCODING_SET
+    " AND tensor > $3 ORDER BY tensor LIMIT $4";
 // From the index of the key, whatever is damaged beside that.
 constexpr char kListEncodingNames[] =
     "SELECT tensor FROM encodings "
@@ -121,16 +119,17 @@ constexpr char kListLostEncodingPieces[] =
 constexpr char kListLostEncodings[] =
     "SELECT set_id, COUNT(*) FROM encodings "
     "WHERE set_id NOT IN (SELECT set_id FROM row_sets WHERE kind = 0) "
-    "AND set_id NOT IN (SELECT set_id FROM lost_sets WHERE kind = 0) "
+    "AND set_id NOT IN (SELECT set_id FROM lost_sets) "
     "GROUP BY set_id ORDER BY set_id";
 
 // Merging sets.
 constexpr char kCountBoth[] =
-    "SELECT COUNT(*) FROM encodings WHERE set_id = $1 AND tensor IN ("
-    "SELECT tensor FROM encodings WHERE set_id = $2)";
+    "SELECT COUNT(*) FROM encodings WHERE set_id = $1 AND EXISTS ("
+    "SELECT 1 FROM encodings AS others "
+    "WHERE others.set_id = $2 AND others.tensor = encodings.tensor)";
 constexpr char kListHeads[] =
     "SELECT tensor, generation, update_time_us, format, scale_count, "
-    "charged_bytes, checksum, head_checksum FROM encodings "
+    "charged_bytes, checksum, head_checksum, principal, slot FROM encodings "
     "WHERE set_id = $1 AND tensor > $2 AND NOT EXISTS ("
     "SELECT 1 FROM encodings AS others "
     "WHERE others.set_id = $3 AND others.tensor = encodings.tensor) "
@@ -146,7 +145,6 @@ constexpr char kLoseReplaced[] =
 constexpr char kLastOfPage[] =
     "SELECT MAX(tensor) FROM (SELECT tensor FROM encodings "
     "WHERE set_id = $1 AND tensor > $2 ORDER BY tensor LIMIT 1000) AS page";
-// Those that have rows.
 constexpr char kRevisionsOf[] =
     "SELECT DISTINCT revision FROM row_sets WHERE model = $1 "
     "ORDER BY revision";
@@ -730,11 +728,15 @@ class SqlEncodingWriter final : public EncodingWriter {
   int64_t outer_pieces_ = 0;
 };
 
-// Moves rows of tensors that `to` has not.
+// Moves rows of tensors that `to` has not. Answers what they take.
+// `revision`  that has the rows.
 // Errors: STORE_CORRUPT, STORE_UNAVAILABLE.
-absl::Status MoveRows(SqlConnection& connection, const EncodingKey& name,
-                      int64_t from, int64_t to) {
+absl::StatusOr<SlotUsage> MoveRows(SqlConnection& connection,
+                                   absl::string_view model,
+                                   absl::string_view revision, int64_t from,
+                                   int64_t to) {
   constexpr absl::string_view kWhat = "cannot publish a revision";
+  SlotUsage moved;
   std::vector<std::pair<std::string, EncodingRowHead>> page;
   do {
     const std::string after = page.empty() ? "" : page.back().first;
@@ -752,9 +754,13 @@ absl::Status MoveRows(SqlConnection& connection, const EncodingKey& name,
         const auto& [tensor, head] = page.back();
         if (static_cast<uint64_t>(row->Int(7)) !=
             HeadChecksum(from, tensor, head)) {
-          return CorruptEncoding({name.model, name.revision, tensor},
-                                 "fails its checksum");
+          return CorruptEncoding(
+              {std::string(model), std::string(revision), tensor},
+              "fails its checksum");
         }
+        Usage& of_slot = moved[{std::string(row->Bytes(8)), row->Int(9)}];
+        of_slot.rows += 1;
+        of_slot.bytes += head.charged_bytes;
       }
     }
     for (const auto& [tensor, head] : page) {
@@ -766,7 +772,7 @@ absl::Status MoveRows(SqlConnection& connection, const EncodingKey& name,
       if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
     }
   } while (!page.empty());
-  return absl::OkStatus();
+  return moved;
 }
 
 // Moves rows of `from` to `lost` whose tensors `by` has too.
@@ -795,81 +801,93 @@ absl::Status LoseReplaced(SqlConnection& connection, int64_t from, int64_t by,
   }
 }
 
+// A set of encodings, and whose it is.
+struct OwnedSet {
+  absl::string_view revision;
+  int64_t id = 0;
+  SlotUsage usage;
+};
+
 // Makes one set of two, in which rows of `from` replace those of `to`: the
-// fewer rows move. Answers which one it is; the other one, and what is
-// replaced, is lost. Errors: STORE_CORRUPT, STORE_UNAVAILABLE.
-absl::StatusOr<int64_t> MergeSets(SqlConnection& connection,
-                                  const EncodingKey& name, int64_t from,
-                                  int64_t from_count, int64_t to,
-                                  int64_t to_count) {
+// fewer rows move. Answers that one; the other one, and what is replaced, is
+// lost. Errors: STORE_CORRUPT, STORE_UNAVAILABLE.
+absl::StatusOr<OwnedSet> MergeSets(SqlConnection& connection,
+                                   absl::string_view model, OwnedSet from,
+                                   OwnedSet to, int64_t now_us) {
   int64_t replaced_count = 0;
   {
     const std::unique_ptr<SqlStatement> row = connection.Prepare(kCountBoth);
-    row->BindInt(1, from);
-    row->BindInt(2, to);
+    row->BindInt(1, from.id);
+    row->BindInt(2, to.id);
     absl::StatusOr<bool> found = row->Step("cannot publish a revision");
     if (!found.ok()) return found.status();
     replaced_count = row->Int(0);
   }
-  absl::Status status;
-  int64_t result = from;
-  int64_t other = to;
-  if (to_count - replaced_count <= from_count) {
-    status = MoveRows(connection, name, to, from);
-  } else {
-    std::swap(result, other);
+  SlotUsage change;
+  const bool others_move =
+      RowCount(to.usage) - replaced_count <= RowCount(from.usage);
+  OwnedSet& result = others_move ? from : to;
+  const OwnedSet& other = others_move ? to : from;
+  if (!others_move) {
     absl::StatusOr<int64_t> replaced = connection.NextGeneration();
     if (!replaced.ok()) return replaced.status();
-    status = LoseReplaced(connection, to, from, *replaced);
-    if (status.ok()) {
-      status = LoseRowSet(connection, *replaced, RowKind::kEncodings);
-    }
-    if (status.ok()) status = MoveRows(connection, name, from, to);
+    absl::Status status = LoseReplaced(connection, to.id, from.id, *replaced);
+    if (!status.ok()) return status;
+    absl::StatusOr<SlotUsage> usage = CountRows(connection, *replaced);
+    if (!usage.ok()) return usage.status();
+    AddUsage(*usage, -1, &change);
+    status = LoseRowSet(connection, *replaced);
+    if (!status.ok()) return status;
   }
-  if (status.ok()) status = LoseRowSet(connection, other, RowKind::kEncodings);
-  if (status.ok()) status = RecountSet(connection, result);
+  absl::StatusOr<SlotUsage> moved =
+      MoveRows(connection, model, other.revision, other.id, result.id);
+  if (!moved.ok()) return moved.status();
+  AddUsage(*moved, 1, &change);
+  absl::Status status = ChangeSetUsage(connection, result.id, change, now_us);
+  if (status.ok()) status = LoseRowSet(connection, other.id);
   if (!status.ok()) return status;
-  return result;
+  AddUsage(change, 1, &result.usage);
+  return std::move(result);
 }
 
-// Takes away what a revision has of a kind, and adds to `change` what that is.
-// Answers how many rows.
+// Takes away what a revision has of a kind, and takes that from `change`.
+// Answers how many rows; 0 where there was none.
 absl::StatusOr<int64_t> DeleteSet(SqlConnection& connection,
                                   absl::string_view model,
                                   absl::string_view revision, RowKind kind,
-                                  SlotUsage* change) {
+                                  SlotUsage* change, bool* has_rows) {
   absl::StatusOr<absl::optional<RowSet>> set =
-      FindRowSet(connection, model, revision, kind);
-  // Which rows it has is not known any more.
-  if (absl::IsDataLoss(set.status())) {
-    absl::Status status = UnassignRowSet(connection, model, revision, kind);
-    if (!status.ok()) return status;
-    return 1;
-  }
+      FindRowSetToDelete(connection, model, revision, kind);
   if (!set.ok()) return set.status();
   if (!set->has_value()) return 0;
-  SlotUsage usage;
-  absl::Status status = AddSetUsage(connection, (*set)->id, 1, &usage);
-  if (status.ok()) status = AddSetUsage(connection, (*set)->id, -1, change);
-  if (status.ok()) status = LoseRowSet(connection, (*set)->id, kind);
+  absl::StatusOr<bool> has = HasRows(connection, (*set)->id, kind);
+  if (!has.ok()) return has.status();
+  *has_rows = *has_rows || *has;
+  absl::StatusOr<SlotUsage> usage = ReadSetUsage(connection, (*set)->id);
+  if (!usage.ok()) return usage.status();
+  AddUsage(*usage, -1, change);
+  absl::Status status = LoseRowSet(connection, (*set)->id);
   if (status.ok()) status = UnassignRowSet(connection, model, revision, kind);
   if (!status.ok()) return status;
-  return RowCount(usage);
+  return RowCount(*usage);
 }
 
-// Deletes what a revision has, and adds to the counts.
-absl::Status DeleteSets(SqlConnection& connection, absl::string_view model,
-                        absl::string_view revision, SlotUsage* change,
-                        DeletedRows* deleted) {
-  absl::StatusOr<int64_t> encodings =
-      DeleteSet(connection, model, revision, RowKind::kEncodings, change);
+// Deletes what a revision has, takes that from `change` and adds to `deleted`.
+// Answers whether it had anything.
+absl::StatusOr<bool> DeleteSets(SqlConnection& connection,
+                                absl::string_view model,
+                                absl::string_view revision, SlotUsage* change,
+                                DeletedRows* deleted) {
+  bool has_rows = false;
+  absl::StatusOr<int64_t> encodings = DeleteSet(
+      connection, model, revision, RowKind::kEncodings, change, &has_rows);
   if (!encodings.ok()) return encodings.status();
-  absl::StatusOr<int64_t> statistics =
-      DeleteSet(connection, model, revision, RowKind::kStatistics, change);
+  absl::StatusOr<int64_t> statistics = DeleteSet(
+      connection, model, revision, RowKind::kStatistics, change, &has_rows);
   if (!statistics.ok()) return statistics.status();
   deleted->encoding_count += *encodings;
   deleted->statistics_count += *statistics;
-  return absl::OkStatus();
+  return has_rows;
 }
 
 }  // namespace
@@ -948,65 +966,61 @@ absl::StatusOr<std::unique_ptr<EncodingWriter>> SqlEncodingStore::OpenWriter(
 absl::StatusOr<PublishedRevision> SqlEncodingStore::PublishRevision(
     absl::string_view model, absl::string_view source, absl::string_view target,
     bool keep_others) {
+  constexpr RowKind kKind = RowKind::kEncodings;
   PublishedRevision published;
   const auto publish = [&](SqlConnection& connection) -> absl::Status {
-    constexpr RowKind kKind = RowKind::kEncodings;
     std::vector<std::string> revisions = {std::string(source),
                                           std::string(target)};
     std::sort(revisions.begin(), revisions.end());
     absl::Status status = connection.LockRevisions(model, std::move(revisions));
     if (!status.ok()) return status;
-    absl::StatusOr<absl::optional<RowSet>> from =
-        FindRowSet(connection, model, source, kKind);
+    // What a revision has, if it has any rows.
+    const auto find = [&](absl::string_view revision)
+        -> absl::StatusOr<absl::optional<OwnedSet>> {
+      absl::StatusOr<absl::optional<RowSet>> set =
+          FindRowSet(connection, model, revision, kKind);
+      if (!set.ok()) return set.status();
+      if (!set->has_value()) return absl::nullopt;
+      absl::StatusOr<SlotUsage> usage = ReadSetUsage(connection, (*set)->id);
+      if (!usage.ok()) return usage.status();
+      return OwnedSet{revision, (*set)->id, *std::move(usage)};
+    };
+    absl::StatusOr<absl::optional<OwnedSet>> from = find(source);
     if (!from.ok()) return from.status();
-    SlotUsage moving;
+    absl::StatusOr<bool> has_rows = false;
     if (from->has_value()) {
-      status = AddSetUsage(connection, (*from)->id, 1, &moving);
-      if (!status.ok()) return status;
+      has_rows = HasRows(connection, (*from)->id, kKind);
+      if (!has_rows.ok()) return has_rows.status();
     }
-    if (RowCount(moving) == 0) {
+    if (!*has_rows) {
       return core::RevisionNotFoundError(model, source, "encodings");
     }
-    absl::StatusOr<absl::optional<RowSet>> to =
-        FindRowSet(connection, model, target, kKind);
+    absl::StatusOr<absl::optional<OwnedSet>> to = find(target);
     if (!to.ok()) return to.status();
 
-    RowSet result = **from;
-    SlotUsage before;
-    if (to->has_value()) {
-      status = AddSetUsage(connection, (*to)->id, 1, &before);
+    const int64_t now_us = absl::ToUnixMicros(absl::Now());
+    SlotUsage change;
+    AddUsage((*from)->usage, -1, &change);
+    if (to->has_value()) AddUsage((*to)->usage, -1, &change);
+    OwnedSet result = **from;
+    if (to->has_value() && keep_others) {
+      absl::StatusOr<OwnedSet> merged =
+          MergeSets(connection, model, **from, **to, now_us);
+      if (!merged.ok()) return merged.status();
+      result = *std::move(merged);
+    } else if (to->has_value()) {
+      status = LoseRowSet(connection, (*to)->id);
       if (!status.ok()) return status;
-      if (keep_others) {
-        absl::StatusOr<int64_t> merged =
-            MergeSets(connection, {std::string(model), std::string(target), ""},
-                      result.id, RowCount(moving), (*to)->id, RowCount(before));
-        if (!merged.ok()) return merged.status();
-        result.id = *merged;
-      } else {
-        status = LoseRowSet(connection, (*to)->id, kKind);
-        if (!status.ok()) return status;
-      }
     }
-    SlotUsage after;
-    status = AddSetUsage(connection, result.id, 1, &after);
-    if (!status.ok()) return status;
-    published.encoding_count = RowCount(after);
-    published.replaced_count =
-        RowCount(before) + RowCount(moving) - RowCount(after);
-    SlotUsage change = after;
-    for (const SlotUsage* taken : {&before, &moving}) {
-      for (const auto& [slot, usage] : *taken) {
-        change[slot].rows -= usage.rows;
-        change[slot].bytes -= usage.bytes;
-      }
-    }
+    AddUsage(result.usage, 1, &change);
+    published.encoding_count = RowCount(result.usage);
+    published.replaced_count = -RowCount(change);
     absl::StatusOr<int64_t> generation = connection.NextGeneration();
     if (!generation.ok()) return generation.status();
-    result.generation = *generation;
-    result.update_time_us = absl::ToUnixMicros(absl::Now());
     status = UnassignRowSet(connection, model, source, kKind);
     if (status.ok()) {
-      status = AssignRowSet(connection, model, target, kKind, result);
+      status = AssignRowSet(connection, model, target, kKind,
+                            {result.id, *generation, now_us});
     }
     if (status.ok()) status = connection.Announce();
     return status.ok() ? ChangeUsage(connection, model, change) : status;
@@ -1024,9 +1038,10 @@ absl::StatusOr<DeletedRows> SqlEncodingStore::DeleteRevision(
     absl::Status status =
         connection.LockRevisions(model, {std::string(revision)});
     if (!status.ok()) return status;
-    status = DeleteSets(connection, model, revision, &change, &deleted);
-    if (!status.ok()) return status;
-    if (deleted.encoding_count + deleted.statistics_count == 0) {
+    absl::StatusOr<bool> had_rows =
+        DeleteSets(connection, model, revision, &change, &deleted);
+    if (!had_rows.ok()) return had_rows.status();
+    if (!*had_rows) {
       return core::RevisionNotFoundError(model, revision,
                                          "encodings and no statistics");
     }
@@ -1039,34 +1054,47 @@ absl::StatusOr<DeletedRows> SqlEncodingStore::DeleteRevision(
 
 absl::StatusOr<DeletedRows> SqlEncodingStore::DeleteModel(
     absl::string_view model) {
+  const auto list = [&](SqlConnection& connection)
+      -> absl::StatusOr<std::vector<std::string>> {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kRevisionsOf);
+    row->BindText(1, model);
+    std::vector<std::string> revisions;
+    while (true) {
+      absl::StatusOr<bool> found = row->Step("cannot delete a model");
+      if (!found.ok()) return found.status();
+      if (!*found) return revisions;
+      revisions.emplace_back(row->Bytes(0));
+    }
+  };
   DeletedRows deleted;
+  const absl::Status overtaken = absl::AbortedError("overtaken");
   const auto remove = [&](SqlConnection& connection) -> absl::Status {
     deleted = {};
     SlotUsage change;
-    std::vector<std::string> revisions;
-    {
-      const std::unique_ptr<SqlStatement> row =
-          connection.Prepare(kRevisionsOf);
-      row->BindText(1, model);
-      while (true) {
-        absl::StatusOr<bool> found = row->Step("cannot delete a model");
-        if (!found.ok()) return found.status();
-        if (!*found) break;
-        revisions.emplace_back(row->Bytes(0));
-      }
-    }
-    absl::Status status = connection.LockRevisions(model, revisions);
-    for (size_t i = 0; status.ok() && i < revisions.size(); ++i) {
-      status = DeleteSets(connection, model, revisions[i], &change, &deleted);
-    }
+    absl::StatusOr<std::vector<std::string>> revisions = list(connection);
+    if (!revisions.ok()) return revisions.status();
+    absl::Status status = connection.LockRevisions(model, *revisions);
     if (!status.ok()) return status;
-    if (deleted.encoding_count + deleted.statistics_count == 0) {
-      return core::ModelNotFoundError(model);
+    absl::StatusOr<std::vector<std::string>> locked = list(connection);
+    if (!locked.ok()) return locked.status();
+    // Some may have come before the others were locked.
+    if (*locked != *revisions) return overtaken;
+    bool is_there = false;
+    for (const std::string& revision : *revisions) {
+      absl::StatusOr<bool> had_rows =
+          DeleteSets(connection, model, revision, &change, &deleted);
+      if (!had_rows.ok()) return had_rows.status();
+      is_there = is_there || *had_rows;
     }
+    if (!is_there) return core::ModelNotFoundError(model);
     status = connection.Announce();
     return status.ok() ? ChangeUsage(connection, model, change) : status;
   };
-  if (absl::Status s = database_->Write(remove); !s.ok()) return s;
+  absl::Status status;
+  do {
+    status = database_->Write(remove);
+  } while (status == overtaken);
+  if (!status.ok()) return status;
   return deleted;
 }
 
@@ -1075,6 +1103,10 @@ absl::Status SqlEncodingStore::Delete(const EncodingKey& key,
   constexpr absl::string_view kWhat = "cannot delete an encoding";
   const auto remove = [&](SqlConnection& connection) -> absl::Status {
     if (absl::Status s = connection.LockTensor(key); !s.ok()) return s;
+    const absl::StatusOr<absl::optional<RowSet>> set =
+        FindRowSet(connection, key.model, key.revision, RowKind::kEncodings);
+    if (!set.ok()) return set.status();
+    if (!set->has_value()) return NoSuchEncoding(key);
     {
       const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectEtag);
       row->BindKey(key);
@@ -1082,7 +1114,10 @@ absl::Status SqlEncodingStore::Delete(const EncodingKey& key,
       if (!found.ok()) return found.status();
       if (!*found) return NoSuchEncoding(key);
       const std::string etag = EtagOf(*row);
-      if (!precondition.if_match.empty() && etag != precondition.if_match) {
+      const absl::Time time =
+          absl::FromUnixMicros(std::max(row->Int(2), (*set)->update_time_us));
+      if ((!precondition.if_match.empty() && etag != precondition.if_match) ||
+          time > precondition.not_updated_after) {
         return core::EtagMismatchError(precondition.if_match, etag);
       }
     }
@@ -1202,17 +1237,21 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
     entry->scale_count = head.scale_count;
     return absl::OkStatus();
   };
+  // Of none, unless it is not known which ones there are.
+  const auto check_set = [&]() -> absl::StatusOr<decltype(entries)> {
+    absl::Status checked = database_->Read([&](SqlConnection& connection) {
+      return FindRowSet(connection, model, revision, RowKind::kEncodings)
+          .status();
+    });
+    if (!checked.ok()) return checked;
+    return std::move(entries);
+  };
   absl::Status status = database_->Read([&](SqlConnection& connection) {
-    absl::Status listed = select(kListEncodings, connection, read_head);
-    if (!listed.ok() || !entries.empty()) return listed;
-    // Unless it is not known which ones there are.
-    return FindRowSet(connection, model, revision, RowKind::kEncodings)
-        .status();
+    return select(kListEncodings, connection, read_head);
   });
-  if (!absl::IsDataLoss(status)) {
-    if (!status.ok()) return status;
-    return entries;
-  }
+  if (status.ok() && entries.empty()) return check_set();
+  if (status.ok()) return entries;
+  if (!absl::IsDataLoss(status)) return status;
   // A damaged page is no reason to keep the other rows back.
   status = database_->Read([&](SqlConnection& connection) {
     return select(kListEncodingNames, connection,
@@ -1220,6 +1259,7 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
                     return absl::OkStatus();
                   });
   });
+  if (status.ok() && entries.empty()) return check_set();
   if (!status.ok()) return status;
   for (EncodingListEntry& entry : entries) {
     absl::StatusOr<StoredEncoding> stored = Get(key_of(entry));

@@ -197,7 +197,7 @@ constexpr char kListLostStatisticsPieces[] =
 constexpr char kListLostStatistics[] =
     "SELECT set_id, COUNT(*) FROM statistics "
     "WHERE set_id NOT IN (SELECT set_id FROM row_sets WHERE kind = 1) "
-    "AND set_id NOT IN (SELECT set_id FROM lost_sets WHERE kind = 1) "
+    "AND set_id NOT IN (SELECT set_id FROM lost_sets) "
     "GROUP BY set_id ORDER BY set_id";
 constexpr char kSelectNewer[] =
     "SELECT sequence FROM statistics WHERE set_id = " QUANTD_STATISTICS_SET
@@ -672,7 +672,7 @@ class Merger {
     BodyChecksum checksum(packed_averages, body);
     PieceReader reader(&connection_,
                        VersionOf(static_cast<uint64_t>(before_->sequence)),
-                       std::move(message), &*read_checksum);
+                       &*read_checksum);
     PieceWriter writer(&connection_, VersionOf(key_.sequence), &checksum);
     for (const core::Histogram& more : part_.statistics.histograms()) {
       absl::StatusOr<const v1::Histogram*> stored = reader.Next();
@@ -892,7 +892,13 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
     status = database_->Write(write);
     has_set = false;
   } while (status == overtaken);
-  if (!status.ok()) return status;
+  if (!status.ok()) {
+    // What was refused leaves no set behind that nobody is charged for.
+    UnassignEmptyRowSet(*database_, key.tensor.model, key.tensor.revision,
+                        RowKind::kStatistics)
+        .IgnoreError();
+    return status;
+  }
   return outcome;
 }
 
@@ -1150,13 +1156,16 @@ SqlStatisticsStore::ListStatistics(absl::string_view model,
     return absl::OkStatus();
   };
   absl::Status status = database_->Read([&](SqlConnection& connection) {
-    absl::Status listed = list(connection, std::string(after), limit);
-    if (!listed.ok() || !entries.empty()) return listed;
-    // Unless it is not known which ones there are.
-    return FindRowSet(connection, model, revision, RowKind::kStatistics)
-        .status();
+    return list(connection, std::string(after), limit);
   });
   if (absl::IsDataLoss(status)) status = database_->Read(list_one_by_one);
+  if (status.ok() && entries.empty()) {
+    // Unless it is not known which ones there are.
+    status = database_->Read([&](SqlConnection& connection) {
+      return FindRowSet(connection, model, revision, RowKind::kStatistics)
+          .status();
+    });
+  }
   if (!status.ok()) return status;
   return entries;
 }
@@ -1189,7 +1198,7 @@ absl::StatusOr<int64_t> SqlStatisticsStore::Check(
       const auto list = [&](SqlConnection& connection) -> absl::Status {
         const std::unique_ptr<SqlStatement> row =
             connection.Prepare(kListStatisticsKeys);
-        row->BindInt(1, set.set->id);
+        row->BindInt(1, set.set_id);
         row->BindText(2, last.tensor.tensor);
         row->BindText(3, last.source);
         while (true) {
@@ -1264,6 +1273,9 @@ absl::Status SqlStatisticsStore::Delete(
     absl::FunctionRef<absl::Status(SqlConnection&)> check) {
   const auto remove = [&](SqlConnection& connection) -> absl::Status {
     if (absl::Status s = connection.LockTensor(key); !s.ok()) return s;
+    const absl::StatusOr<absl::optional<RowSet>> set =
+        FindRowSet(connection, key.model, key.revision, RowKind::kStatistics);
+    if (!set.ok()) return set.status();
     if (absl::Status s = check(connection); !s.ok()) return s;
     const std::unique_ptr<SqlStatement> row =
         connection.Prepare(kDeleteStatisticsRow);

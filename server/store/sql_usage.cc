@@ -36,7 +36,7 @@ absl::Status CheckQuotas(SqlConnection& connection, const WriteAccount& account,
                              replaced.principal != account.principal);
     const bool is_larger = is_new || content_bytes > replaced.content_bytes;
     if (!is_larger) continue;
-    if (absl::Status s = connection.LockQuota(quota.scope); !s.ok()) return s;
+    if (absl::Status s = connection.LockName(quota.scope); !s.ok()) return s;
     absl::StatusOr<Usage> usage = ReadUsage(connection, quota.scope);
     if (!usage.ok()) return usage.status();
     if (usage->bytes > quota.max_bytes) {

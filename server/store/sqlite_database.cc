@@ -36,7 +36,7 @@ constexpr char kDataVersion[] = "PRAGMA data_version";
 constexpr char kCheck[] = "PRAGMA integrity_check";
 constexpr char kSqliteNextGeneration[] =
     "UPDATE generations SET last = last + 1 WHERE id = 0 RETURNING last";
-// Of a file that has no tables yet, or is about to be written anew.
+// Of a file that has no tables yet.
 constexpr char kAutoVacuum[] = "PRAGMA auto_vacuum = INCREMENTAL";
 constexpr char kCheckpoint[] = "PRAGMA wal_checkpoint(TRUNCATE)";
 constexpr char kPageCount[] = "PRAGMA page_count";
@@ -106,8 +106,7 @@ std::string Schema() {
         PRIMARY KEY (model, revision, kind)
       ) STRICT;
       CREATE TABLE lost_sets (
-        set_id INTEGER NOT NULL PRIMARY KEY,
-        kind INTEGER NOT NULL
+        set_id INTEGER NOT NULL PRIMARY KEY
       ) STRICT;
 
       CREATE TABLE encodings (

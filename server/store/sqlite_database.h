@@ -51,7 +51,7 @@ class SqliteConnection : public SqlConnection {
                           absl::string_view source) override {
     return absl::OkStatus();
   }
-  absl::Status LockQuota(absl::string_view scope) override {
+  absl::Status LockName(absl::string_view name) override {
     return absl::OkStatus();
   }
   absl::StatusOr<int64_t> NextGeneration() override;

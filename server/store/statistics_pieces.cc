@@ -25,7 +25,7 @@ constexpr char kWriteStatisticsPiece[] =
     "DO UPDATE SET checksum = excluded.checksum, bytes = excluded.bytes";
 constexpr char kDeleteOthers[] =
     "DELETE FROM statistics_pieces WHERE set_id = $1 AND tensor = $2 "
-    "AND source = $3 AND (sequence <> $4 OR piece < 0 "
+    "AND source = $3 AND (sequence <> $4 "
     "OR (piece >= $5 AND piece < 549755813888) "
     "OR (piece >= $6 AND piece < 1099511627776) OR piece >= $7)";
 constexpr char kReadStatisticsPiece[] =

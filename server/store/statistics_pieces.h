@@ -2,7 +2,7 @@
 //
 // A source's message is the body of its row and then its pieces: a piece is the
 // message of some histograms, and messages that stand one after another are
-// one. Stores of before version 4 of the schema had everything in the body.
+// one.
 
 #ifndef QUANTD_SERVER_STORE_STATISTICS_PIECES_H_
 #define QUANTD_SERVER_STORE_STATISTICS_PIECES_H_
@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -111,14 +110,10 @@ class PieceWriter {
 // Reads them, in a transaction or where nobody else writes. Not thread-safe.
 class PieceReader {
  public:
-  // `body`  the row's own message, whose histograms come first.
   // All must outlive the reader.
   PieceReader(SqlConnection* connection, const SourceVersion& version,
-              v1::StatisticsState body, BodyChecksum* checksum)
-      : connection_(connection),
-        version_(version),
-        piece_(std::move(body)),
-        checksum_(checksum) {}
+              BodyChecksum* checksum)
+      : connection_(connection), version_(version), checksum_(checksum) {}
 
   // The next histogram, good until the next call; null after the last.
   // Errors: STORE_UNAVAILABLE, STORE_CORRUPT.

@@ -61,19 +61,25 @@ constexpr char kFreedStatistics[] =
     "AND source = $3";
 
 constexpr char kNextSet[] =
-    "SELECT set_id, kind FROM lost_sets ORDER BY set_id LIMIT 1";
+    "SELECT set_id FROM lost_sets WHERE set_id > $1 ORDER BY set_id LIMIT 1";
+// But not those of a set that a revision has.
 constexpr char kFreeEncodings[] =
     "DELETE FROM encodings WHERE set_id = $1 AND tensor IN ("
     "SELECT tensor FROM encodings WHERE set_id = $1 LIMIT 500) "
+    "AND NOT EXISTS (SELECT 1 FROM row_sets WHERE set_id = $1) "
     "RETURNING slot";
 constexpr char kFreeStatisticsRows[] =
     "DELETE FROM statistics WHERE set_id = $1 AND (tensor, source) IN ("
     "SELECT tensor, source FROM statistics WHERE set_id = $1 LIMIT 500) "
+    "AND NOT EXISTS (SELECT 1 FROM row_sets WHERE set_id = $1) "
     "RETURNING slot";
 constexpr int kRowsPerStep = 500;
 constexpr char kFreedSet[] = "DELETE FROM lost_sets WHERE set_id = $1";
 
 constexpr absl::string_view kFreeWhat = "cannot free what was deleted";
+// What is locked, so that of several replicas one frees at a time: another one
+// would take rows that wait to be deleted for freed. No scope has that name.
+constexpr absl::string_view kFreeing = "\nfreeing";
 // Pieces that a step frees; each has up to a MiB.
 constexpr int kPiecesPerStep = 8;
 
@@ -181,32 +187,20 @@ absl::StatusOr<absl::optional<int>> FreeStatistics(SqlConnection& connection) {
   return absl::optional<int>(*count);
 }
 
-// Frees rows of the first set that was lost; false if there is none.
-absl::StatusOr<bool> FreeRows(SqlConnection& connection) {
-  int64_t set_id = 0;
-  bool is_of_encodings = false;
-  {
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kNextSet);
-    absl::StatusOr<bool> found = row->Step(kFreeWhat);
-    if (!found.ok()) return found.status();
-    if (!*found) return false;
-    set_id = row->Int(0);
-    is_of_encodings = row->Int(1) == static_cast<int64_t>(RowKind::kEncodings);
-  }
-  absl::StatusOr<int> count = 0;
-  {
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(
-        is_of_encodings ? kFreeEncodings : kFreeStatisticsRows);
+// Frees rows of a set that was lost.
+absl::Status FreeRows(SqlConnection& connection, int64_t set_id) {
+  int most = 0;
+  for (const char* sql : {kFreeEncodings, kFreeStatisticsRows}) {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(sql);
     row->BindInt(1, set_id);
-    count = CountRows(row.get());
+    const absl::StatusOr<int> count = CountRows(row.get());
     if (!count.ok()) return count.status();
+    most = std::max(most, *count);
   }
-  if (*count < kRowsPerStep) {
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kFreedSet);
-    row->BindInt(1, set_id);
-    if (absl::Status s = row->Step(kFreeWhat).status(); !s.ok()) return s;
-  }
-  return true;
+  if (most == kRowsPerStep) return absl::OkStatus();
+  const std::unique_ptr<SqlStatement> row = connection.Prepare(kFreedSet);
+  row->BindInt(1, set_id);
+  return row->Step(kFreeWhat).status();
 }
 
 }  // namespace
@@ -265,13 +259,13 @@ absl::StatusOr<DatabaseSize> StoreKeeper::ReadSize() {
 }
 
 absl::StatusOr<bool> StoreKeeper::FreeStep(absl::Duration staged_age) {
-  bool is_more = true;
+  absl::StatusOr<bool> is_more = FreeSetStep();
+  if (!is_more.ok() || *is_more) return is_more;
   const auto free = [&](SqlConnection& connection) -> absl::Status {
+    if (absl::Status s = connection.LockName(kFreeing); !s.ok()) return s;
     if (absl::Status s = LoseStaged(connection, staged_age); !s.ok()) return s;
     int count = 0;
     is_more = true;
-    const absl::StatusOr<bool> freed_rows = FreeRows(connection);
-    if (!freed_rows.ok() || *freed_rows) return freed_rows.status();
     // Sources lock others: one in a step.
     absl::StatusOr<absl::optional<int>> freed = FreeStatistics(connection);
     if (!freed.ok() || freed->has_value()) return freed.status();
@@ -280,13 +274,41 @@ absl::StatusOr<bool> StoreKeeper::FreeStep(absl::Duration staged_age) {
       freed = FreeContent(connection);
       if (!freed.ok()) return freed.status();
       is_more = freed->has_value();
-      if (!is_more) break;
+      if (!*is_more) break;
       count += **freed;
     }
     return absl::OkStatus();
   };
   if (absl::Status s = database_->Write(free); !s.ok()) return s;
   return is_more;
+}
+
+absl::StatusOr<bool> StoreKeeper::FreeSetStep() {
+  absl::optional<int64_t> set_id;
+  const auto find = [&](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kNextSet);
+    row->BindInt(1, passed_set_);
+    const absl::StatusOr<bool> found = row->Step(kFreeWhat);
+    if (found.ok() && *found) set_id = row->Int(0);
+    return found.status();
+  };
+  if (absl::Status s = database_->Read(find); !s.ok()) return s;
+  if (!set_id.has_value()) {
+    passed_set_ = 0;
+    return false;
+  }
+  const absl::Status status =
+      database_->Write([&](SqlConnection& connection) -> absl::Status {
+        absl::Status locked = connection.LockName(kFreeing);
+        return locked.ok() ? FreeRows(connection, *set_id) : locked;
+      });
+  // What stands on a damaged page keeps nobody from the others.
+  if (absl::IsDataLoss(status)) {
+    passed_set_ = *set_id;
+  } else if (!status.ok()) {
+    return status;
+  }
+  return true;
 }
 
 absl::StatusOr<bool> StoreKeeper::Shrink() { return database_->Shrink(); }

@@ -3,6 +3,7 @@
 #ifndef QUANTD_SERVER_STORE_STORE_KEEPER_H_
 #define QUANTD_SERVER_STORE_STORE_KEEPER_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -50,7 +51,12 @@ class StoreKeeper {
   absl::StatusOr<bool> Shrink();
 
  private:
+  // Of sets that were lost. False if there is none left.
+  absl::StatusOr<bool> FreeSetStep();
+
   const std::shared_ptr<SqlDatabase> database_;
+  // Sets up to this one are damaged, or freed; until all others are.
+  std::atomic<int64_t> passed_set_ = 0;
 };
 
 }  // namespace quantd::server

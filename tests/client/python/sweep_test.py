@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 
 import numpy as np
 import pytest
@@ -229,6 +230,40 @@ def test_OneSpecThatFailsLeavesTheOthers(tmp_path, client):
         assert [(item.spec, item.error and item.error.reason)
                 for item in tensor.candidates] == [
             ("int8", None), ("lpbq", None), ("codebook4", "CODEBOOK_INVALID")]
+
+
+def test_ATensorThatTheServerCannotHoldIsCalibratedFirst(request, tmp_path,
+                                                         client):
+    source = tmp_path / "x.safetensors"
+    weight = np.random.default_rng(0).standard_normal((4096, 2304), np.float32)
+    quantd.save(source, {"large": weight, "small": weight[:64]})
+    specs = ["int8", "uint8:percentile=99.9%", "nvfp4"]
+
+    def sqnr(sweep):
+        return {(tensor.name, item.spec): item.metrics and item.metrics.sqnr_db
+                for tensor in sweep.tensors for item in tensor.candidates}
+
+    expected = sqnr(quantd.sweep_model(source, specs, client=client))
+    with live_server.LiveServer(
+            request.config.getoption("--quantd"),
+            flags=["--memory-budget-bytes", "32MiB", "--memory-wait",
+                   "0s"]) as small, quantd.Client(
+                       small.address, retry_for=0) as limited:
+        with pytest.raises(quantd.QuantdError) as caught:
+            limited.evaluate(weight, "int8")
+        assert caught.value.reason == "MEMORY_BUDGET"
+        assert sqnr(quantd.sweep_model(source, specs, client=limited)) == (
+            pytest.approx(expected, abs=.1))
+        spec_options = [word for spec in specs for word in ("--spec", spec)]
+        for command in ("sweep", "evaluate"):
+            printed = json.loads(subprocess.run(
+                [request.config.getoption("--quantctl"), command, source,
+                 *spec_options, "--json", "--server", small.address],
+                check=True, stdout=subprocess.PIPE).stdout)
+            assert {(tensor["name"], item.get("spec") or item["label"]):
+                    item["sqnr_db"] for tensor in printed["tensors"]
+                    for item in tensor["candidates"]} == (
+                        pytest.approx(expected, abs=.1))
 
 
 def test_DataGoUpOnceToAServerThatHoldsNone(request, tmp_path):

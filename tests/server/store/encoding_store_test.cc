@@ -569,6 +569,12 @@ TEST_P(EncodingStoreTest, PublishesARevisionAtOnce) {
     EXPECT_GT(a->generation, draft.generation);
     EXPECT_NE(a->etag, old.etag);
     EXPECT_EQ(a->etag, draft.etag);
+    // Who saw it before does not delete it now.
+    Precondition old_draft;
+    old_draft.if_match = draft.etag;
+    old_draft.not_updated_after = draft.update_time;
+    EXPECT_EQ(core::ErrorReason(store_->Delete({"m", "main", "a"}, old_draft)),
+              "ETAG_MISMATCH");
     EXPECT_GE(a->update_time, draft.update_time);
     const absl::StatusOr<StoredEncoding> b = store_->Get({"m", "main", "b"});
     ASSERT_TRUE(b.ok()) << b.status();

@@ -129,8 +129,8 @@ class SqlUsageTest : public ::testing::TestWithParam<Backend> {
       const std::string revision(row.Bytes(1));
       const std::string principal(row.Bytes(4));
       const int64_t bytes =
-          static_cast<int64_t>(model.size() + revision.size() +
-                               row.Bytes(2).size() + row.Bytes(3).size()) +
+          static_cast<int64_t>(model.size() + row.Bytes(2).size() +
+                               row.Bytes(3).size()) +
           row.Int(5);
       std::vector<std::string> scopes = {"models:*"};
       for (size_t i = 0; i < model.size(); ++i) {
@@ -203,7 +203,7 @@ class SqlUsageTest : public ::testing::TestWithParam<Backend> {
     const char* const principals[] = {"", "x", "y"};
     const char* const tensors[] = {"t", "ü", "conv1.weight"};
     for (int i = 0; i < steps; ++i) {
-      const EncodingKey key{models[pick(3)], pick(2) == 0 ? "1" : "2",
+      const EncodingKey key{models[pick(3)], pick(2) == 0 ? "1" : "two",
                             tensors[pick(3)]};
       const WriteAccount account{principals[pick(3)], {}};
       switch (pick(8)) {
@@ -228,7 +228,7 @@ class SqlUsageTest : public ::testing::TestWithParam<Backend> {
           encodings_->DeleteRevision(key.model, key.revision).IgnoreError();
           break;
         default:
-          encodings_->PublishRevision(key.model, "1", "2", pick(2) == 0)
+          encodings_->PublishRevision(key.model, "1", "two", pick(2) == 0)
               .IgnoreError();
       }
     }
@@ -293,6 +293,16 @@ TEST_P(SqlUsageTest, NamesOfManySlashesLeaveFewCountsAndThenNone) {
   std::set<std::string> left = scopes();
   left.erase("models:*");
   EXPECT_TRUE(left.empty()) << *left.begin();
+}
+
+TEST_P(SqlUsageTest, WhatIsRefusedLeavesNoRevision) {
+  const WriteAccount nothing{"x", {{"principal:x", 1 << 20, 0}}};
+  EXPECT_FALSE(Put({"acme/net", "main", "a"}, 1, nothing).ok());
+  EXPECT_FALSE(Contribute({"b", "main", "b"}, "A", 1, 4, nothing).ok());
+  int rows = 0;
+  Query("SELECT model FROM row_sets",
+        [&rows](const SqlStatement& row) { ++rows; });
+  EXPECT_EQ(rows, 0);
 }
 
 TEST_P(SqlUsageTest, NothingIsWrittenBeyondAQuota) {

@@ -1,5 +1,4 @@
-// What an older quantd has left behind is taken over, also where the file is
-// damaged.
+// A file that is damaged.
 
 #include "server/store/sqlite_database.h"
 

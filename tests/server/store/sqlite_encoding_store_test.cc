@@ -144,6 +144,26 @@ TEST_F(SqliteEncodingStoreTest, ReportsARowMovedToAnotherKey) {
       store->Put({"modelr", "evision", "sensor"}, MakeEncoding(1), {}).ok());
 }
 
+TEST_F(SqliteEncodingStoreTest, DeletesOneOnlyWhereItIsKnownWhichRowsThereAre) {
+  std::unique_ptr<SqlEncodingStore> store = MustOpen();
+  ASSERT_NE(store, nullptr);
+  const EncodingKey other{"model", "revision", "other"};
+  ASSERT_TRUE(store->Put(key_, MakeEncoding(0.5f), {}).ok());
+  ASSERT_TRUE(store->Put(other, MakeEncoding(0.5f), {}).ok());
+  Execute("UPDATE row_sets SET generation = 1");
+  EXPECT_EQ(core::ErrorReason(store->Delete(key_, {})), "STORE_CORRUPT");
+  EXPECT_EQ(core::ErrorReason(
+                store->ListEncodings("model", "revision", "z", 9).status()),
+            "STORE_CORRUPT");
+  Execute("UPDATE row_sets SET generation = 0");
+  // Counts are no reason to take the others for gone.
+  Execute("DELETE FROM set_counts");
+  ASSERT_TRUE(store->Delete(key_, {}).ok());
+  EXPECT_TRUE(store->Get(other).ok());
+  EXPECT_TRUE(store->PublishRevision("model", "revision", "to", false).ok());
+  EXPECT_TRUE(store->DeleteRevision("model", "to").ok());
+}
+
 TEST_F(SqliteEncodingStoreTest, PuttingOrDeletingRepairsACorruptRow) {
   std::unique_ptr<SqlEncodingStore> store = MustOpen();
   ASSERT_NE(store, nullptr);

@@ -18,10 +18,10 @@ from quantd._specs import Filter, Template, template_of
 from quantd._tables import ResultList, Tabular, to_html
 from quantd._ties import Group, Ties, TiesLike, can_share
 from quantd.client import Client
-from quantd.encoding import EncodingSpec
+from quantd.encoding import Encoding, EncodingSpec
 from quantd.files import Path
-from quantd.results import (CandidateMetrics, ErrorMetrics, MixtureOption,
-                            SweepTotal, TensorStatistics)
+from quantd.results import (CandidateMetrics, ErrorMetrics, Evaluation,
+                            MixtureOption, SweepTotal, TensorStatistics)
 from quantd.tensor import TensorName
 
 Spec = Union[str, EncodingSpec]
@@ -264,12 +264,27 @@ def _measure(tensor: FileTensor, specs: Sequence[Spec],
         ties = [tied[index][tensor.name].tie(wanted[index])
                 if tensor.name in tied[index] else (wanted[index], None)
                 for index in indexes]
-        metrics = client.evaluate(
-            array, [spec for spec, _ in ties], encodings=False,
-            element_type=tensor.element_type, metrics=_METRICS,
-            inputs=None if rounding is None else rounding.inputs,
-            outer_maxima=[None if maximum is None else maximum[0]
-                          for _, maximum in ties])
+
+        def measure(sources: Sequence[Union[EncodingSpec, Encoding]]
+                    ) -> Evaluation:
+            return client.evaluate(
+                array, sources, encodings=False,
+                element_type=tensor.element_type, metrics=_METRICS,
+                inputs=None if rounding is None else rounding.inputs,
+                outer_maxima=[None if maximum is None else maximum[0]
+                              for _, maximum in ties])
+
+        try:
+            metrics = measure([spec for spec, _ in ties])
+        except errors.QuantdError as error:
+            if (len(ties) > 1 or error.reason != "MEMORY_BUDGET" or
+                    ties[0][1] is not None):
+                raise
+            # The server need not hold the tensor where it is given the
+            # encoding.
+            calibrated = client.calibrate(
+                array, spec=ties[0][0], element_type=tensor.element_type)
+            metrics = measure([calibrated.encoding])
         for index, candidate in zip(indexes, metrics):
             found[index] = MeasuredCandidate(
                 index, specs[index], candidate.overall, candidate.size_bytes,
