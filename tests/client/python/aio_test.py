@@ -1,6 +1,8 @@
 """The client for asyncio with a live quantd, and with none."""
 
 import asyncio
+import concurrent.futures
+import threading
 
 import grpc
 import numpy as np
@@ -302,6 +304,52 @@ def test_AClosedClientSaysSo(server):
         assert await reason_of(client.health()) == "CLIENT_CLOSED"
 
     run(server, body)
+
+
+def test_AClientServesOneLoopAfterAnother(server):
+    client = quantd.aio.Client(server.address)
+    x = data_of(30, 40)
+
+    async def body():
+        got = await client.quantize(x, "int8")
+        assert await client.health() == "SERVING"
+        assert [one async for one in client.quantize_many([("t", x)], "int8")]
+        assert not [one async for one in client.list_encodings("acme/loops")]
+        return got.codes
+
+    first = asyncio.run(body())
+    np.testing.assert_array_equal(asyncio.run(body()), first)
+    # Beside one that goes on.
+    loop = asyncio.new_event_loop()
+    try:
+        for _ in range(2):
+            np.testing.assert_array_equal(loop.run_until_complete(body()),
+                                          first)
+            np.testing.assert_array_equal(asyncio.run(body()), first)
+        # Those of loops that ended are gone.
+        assert len(client._channels) <= 2  # pylint: disable=protected-access
+        asyncio.run(client.close())
+        assert loop.run_until_complete(
+            reason_of(client.health())) == "CLIENT_CLOSED"
+    finally:
+        loop.close()
+
+
+def test_ClosingEndsTheCallsOfALoopInAnotherThread(server):
+    client = quantd.aio.Client(server.address)
+    started = threading.Event()
+
+    async def never():
+        yield data_of(10)
+        started.set()
+        await asyncio.Event().wait()
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        reason = pool.submit(asyncio.run, reason_of(
+            client.calibrate_chunks(never(), shape=(1000,))))
+        assert started.wait(60)
+        asyncio.run(client.close())
+        assert reason.result(60) == "CLIENT_CLOSED"
 
 
 def test_TensorsAreSentAgainToAServerThatComesBack(request, tmp_path):

@@ -169,7 +169,8 @@ class DequantizedChunks(_chunks.DequantizedParts, Chunks[int]):
 
 class Client:
     """A connection to one server; see quantd.Client for the arguments. An
-    async context manager; for one event loop."""
+    async context manager. Each event loop that it is used on has its own
+    connection."""
 
     def __init__(self, target: str = "127.0.0.1:8430", *,
                  timeout: float = 60.0, chunk_bytes: int = 2 << 20,
@@ -189,8 +190,8 @@ class Client:
                                                      channel_options)
         self._credentials = credentials
         self._output_memory = OutputMemory()
-        # Made by the first call, which is on the loop that it belongs to.
-        self._channel: Any = None
+        # By the loop that they belong to, each made by its first call.
+        self._channels: dict[asyncio.AbstractEventLoop, Any] = {}
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -204,11 +205,15 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Ends the connection; calls on their way fail with CLIENT_CLOSED."""
+        """Ends the connections; calls on their way fail with CLIENT_CLOSED."""
         self._is_closed = True
         self._output_memory.close()
-        if self._channel is not None:
-            await self._channel.close()
+        for loop, channel in list(self._channels.items()):
+            if loop.is_running() and loop is not asyncio.get_running_loop():
+                # Of another thread, which alone may end its calls.
+                asyncio.run_coroutine_threadsafe(channel.close(), loop)
+            else:
+                await channel.close()
 
     # Tensors.
 
@@ -597,13 +602,17 @@ class Client:
         if self._is_closed:
             raise errors.client_closed()
         _channel.check_process()
-        if self._channel is None:
+        loop = asyncio.get_running_loop()
+        if loop not in self._channels:
+            for other in list(self._channels):
+                if other.is_closed():
+                    self._channels.pop(other, None)
             target = self._options.target
-            self._channel = (
+            self._channels[loop] = (
                 grpc.aio.insecure_channel(target, self._arguments)
                 if self._credentials is None else grpc.aio.secure_channel(
                     target, self._credentials, self._arguments))
-        return self._channel
+        return self._channels[loop]
 
     def _metadata(self) -> Optional[tuple[tuple[str, str]]]:
         """Of every call."""
