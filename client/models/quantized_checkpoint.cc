@@ -124,6 +124,8 @@ struct Config {
   std::string packing_format;
   // Some modules have other bits and groups than these.
   bool is_mixed = false;
+  // Of AWQ: without zero points.
+  bool is_symmetric = false;
 };
 
 Json ReadObject(const std::string& folder, const char* name) {
@@ -163,6 +165,10 @@ void TakeConfig(const Json& object, Config* config) {
     config->is_mixed =
         config->is_mixed ||
         (found != object.end() && found->is_object() && !found->empty());
+  }
+  const auto zero_point = object.find("zero_point");
+  if (zero_point != object.end() && zero_point->is_boolean()) {
+    config->is_symmetric = !zero_point->get<bool>();
   }
   const auto block = object.find("weight_block_size");
   if (block != object.end() && block->is_array() && block->size() == 2 &&
@@ -696,19 +702,22 @@ class CheckpointReader {
     }
     const int64_t group_count = scale->shape[0];
     const int64_t outputs = scale->shape[1];
-    if (zeros == nullptr || zeros->dtype != Dtype::kI32 ||
-        zeros->shape.size() != 2 || zeros->shape[0] != group_count) {
+    const bool is_awq = codes.shape[1] != outputs;
+    const bool has_zeros = zeros != nullptr || !is_awq || !config_.is_symmetric;
+    if (has_zeros &&
+        (zeros == nullptr || zeros->dtype != Dtype::kI32 ||
+         zeros->shape.size() != 2 || zeros->shape[0] != group_count)) {
       return expect(".qzeros of I32 for the groups of .scales", zeros);
     }
-    const bool is_awq = codes.shape[1] != outputs;
     tensor.layout = is_awq ? "AWQ" : "GPTQ";
     absl::Status status = CheckKind(tensor.name, is_awq);
     if (!status.ok()) return status;
     // The zero points have as many bits as the codes.
-    int64_t bits = zeros->shape[1] * 32 / outputs;
+    const int64_t words = has_zeros ? zeros->shape[1] : codes.shape[1];
+    int64_t bits = words * 32 / outputs;
     if (config_.is_mixed) {
       const absl::StatusOr<int64_t> own =
-          BitsByShapes(tensor.name, codes, *zeros, outputs, groups, is_awq);
+          BitsByShapes(tensor.name, codes, words, outputs, groups, is_awq);
       if (!own.ok()) return own.status();
       bits = *own;
     } else if (config_.bits > 0) {
@@ -724,11 +733,10 @@ class CheckpointReader {
                        ": expected ", is_awq ? "4 or 8" : "2, 3, 4 or 8",
                        " bits, got ", bits));
     }
-    if (zeros->shape[1] != CeilDivide(outputs * bits, 32)) {
+    if (has_zeros && words != CeilDivide(outputs * bits, 32)) {
       return expect(".qzeros packed along the outputs", zeros);
     }
-    if (is_awq &&
-        (codes.shape[1] != zeros->shape[1] || outputs * bits % 32 != 0)) {
+    if (is_awq && codes.shape[1] * 32 != outputs * bits) {
       return expect(".qweight packed along the outputs", &codes);
     }
     const int64_t inputs = is_awq ? codes.shape[0] : codes.shape[0] * 32 / bits;
@@ -746,20 +754,28 @@ class CheckpointReader {
     tensor.scales.data = scale->data;
     tensor.scales.row_step = 1;
     tensor.scales.column_step = outputs;
-    CodeStream stream;
-    stream.bytes = zeros->data;
-    stream.bits = static_cast<int>(bits);
-    stream.word_bytes = 4;
-    stream.line_words = zeros->shape[1];
     if (is_awq) {
       tensor.codes.places = bits == 4 ? kAwqPlaces4 : kAwqPlaces8;
-      stream.places = tensor.codes.places;
     } else if (config_.packing_format.empty()
                    ? config_.checkpoint_format != "gptq_v2"
                    : absl::EndsWith(config_.packing_format, ":auto_gptq")) {
       tensor.zero_point_add = 1;
     }
-    tensor.zero_point_stream = stream;
+    if (has_zeros) {
+      CodeStream stream;
+      stream.bytes = zeros->data;
+      stream.bits = static_cast<int>(bits);
+      stream.word_bytes = 4;
+      stream.line_words = words;
+      stream.places = tensor.codes.places;
+      tensor.zero_point_stream = stream;
+    } else {
+      // In the middle of the codes.
+      const auto middle = std::make_shared<const std::vector<int32_t>>(
+          group_count * outputs, int32_t{1} << (bits - 1));
+      tensor.zero_points = *middle;
+      tensor.owner = middle;
+    }
     status = SetGroups(group_count, is_awq ? nullptr : groups, &tensor);
     if (!status.ok()) return status;
     SetParts(codes, {zeros, scale, groups}, &tensor);
@@ -770,12 +786,13 @@ class CheckpointReader {
   // regular expressions with look-around.
   absl::StatusOr<int64_t> BitsByShapes(const std::string& name,
                                        const FileTensor& codes,
-                                       const FileTensor& zeros, int64_t outputs,
+                                       int64_t words_of_outputs,
+                                       int64_t outputs,
                                        const FileTensor* groups,
                                        bool is_awq) const {
     std::vector<int64_t> fitting;
     for (const int64_t bits : {2, 3, 4, 8}) {
-      if (CeilDivide(outputs * bits, 32) != zeros.shape[1]) continue;
+      if (CeilDivide(outputs * bits, 32) != words_of_outputs) continue;
       const int64_t words = codes.shape[0];
       const bool fits =
           is_awq ||

@@ -19,7 +19,8 @@
 //               X.g_idx (I32, the group of each input)
 //   AWQ         X.qweight (I32, [inputs, outputs * bits / 32], packed along the
 //               outputs, in the order 0 2 4 6 1 3 5 7), X.qzeros likewise,
-//               X.scales ([groups, outputs])
+//               X.scales ([groups, outputs]). With "zero_point": false there
+//               may be no X.qzeros: the zero point is 2^(bits - 1)
 //
 // X.weight of GPTQ and AWQ is [outputs, inputs]. Where the configuration has
 // other bits for some modules ("dynamic", "extra_config"), the shapes tell

@@ -130,11 +130,13 @@ def gptq(rng, bits=4, group=32, order=None, v2=False, inputs=96, outputs=64):
     return tensors, {"quantization_config": config}, {}, {"a.weight": reals.T}
 
 
-def awq(rng, bits=4, group=32, inputs=64, outputs=48):
+def awq(rng, bits=4, group=32, inputs=64, outputs=48, symmetric=False):
     order = [0, 2, 4, 6, 1, 3, 5, 7] if bits == 4 else [0, 2, 1, 3]
     count = inputs // group
     codes = rng.integers(0, 1 << bits, (inputs, outputs))
     zeros = rng.integers(0, 1 << bits, (count, outputs))
+    if symmetric:
+        zeros[:] = 1 << bits - 1
     scales = halves(rng, (count, outputs))
 
     def pack(values):
@@ -148,9 +150,18 @@ def awq(rng, bits=4, group=32, inputs=64, outputs=48):
              * scales.astype(np.float32)[each])
     tensors = {"a.qweight": pack(codes), "a.qzeros": pack(zeros),
                "a.scales": scales}
+    if symmetric:
+        del tensors["a.qzeros"]
     config = {"quant_method": "awq", "bits": bits, "group_size": group,
-              "zero_point": True, "version": "gemm"}
+              "zero_point": not symmetric, "version": "gemm"}
     return tensors, {"quantization_config": config}, {}, {"a.weight": reals.T}
+
+
+def awq_mixed(rng):
+    """Without zero points, with other bits than the model."""
+    tensors, config, beside, reals = awq(rng, 8, symmetric=True)
+    config["quantization_config"].update(bits=4, dynamic={"+:a": {"bits": 8}})
+    return tensors, config, beside, reals
 
 
 def finite_codes(rng, shape, table):
@@ -309,6 +320,9 @@ CASES = {
     "gptq_desc_act": lambda rng: gptq(rng, order=SHUFFLED),
     "awq4": awq,
     "awq8": lambda rng: awq(rng, 8),
+    "awq4_symmetric": lambda rng: awq(rng, symmetric=True),
+    "awq8_symmetric": lambda rng: awq(rng, 8, symmetric=True),
+    "awq_mixed": awq_mixed,
     "fp8_blocks": fp8_blocks,
     "fp8_blocks_of_64": lambda rng: fp8_blocks(rng, block=(64, 32)),
     "fp8_e5m2": lambda rng: fp8_blocks(rng, "F8_E5M2", E5M2),
@@ -469,6 +483,14 @@ MALFORMED = [
     ("awq4", say(version="gemv"), "FILE_UNSUPPORTED", "gemv"),
     ("awq4", put("a.qweight", np.zeros((64, 5), np.int32)), "FILE_MALFORMED",
      "a.qweight packed along the outputs"),
+    ("awq4", drop("a.qzeros"), "FILE_MALFORMED", "a.qzeros"),
+    ("awq4_symmetric", put("a.qweight", np.zeros((64, 5), np.int32)),
+     "FILE_MALFORMED", "a.qweight packed along the outputs"),
+    ("awq4_symmetric", put("a.qzeros", np.zeros((2, 7), np.int32)),
+     "FILE_MALFORMED", "a.qzeros packed along the outputs"),
+    ("gptq4", lambda tensors, config: (
+        drop("a.qzeros")(tensors, config),
+        say(zero_point=False)(tensors, config)), "FILE_MALFORMED", "a.qzeros"),
     ("fp8_blocks", drop("a.weight_scale_inv"), "FILE_MALFORMED",
      "a.weight_scale_inv"),
     ("fp8_blocks", put("a.weight_scale_inv", np.zeros((3, 3), np.float32)),

@@ -194,6 +194,8 @@ class _Reader:
         # modules have other bits and groups than these.
         self._is_mixed = any(isinstance(config.get(key), dict) and config[key]
                              for key in ("dynamic", "extra_config"))
+        # Of AWQ: without zero points.
+        self._is_symmetric = config.get("zero_point") is False
         # Then one without them is not what it stands for.
         self._has_scaled_floats = any(
             tensor.dtype in ("F8_E4M3", "F8_E5M2") and (
@@ -453,26 +455,27 @@ class _Reader:
                 name, f"{module}.scales of F16, BF16 or F32, [groups,outputs]",
                 scale)
         count, outputs = scale.shape
-        if zeros is None or zeros.dtype != "I32" or len(zeros.shape) != 2 or (
-                zeros.shape[0] != count):
-            raise self._expected(
-                name, f"{module}.qzeros of I32 for the groups of .scales",
-                zeros)
         is_awq = codes.shape[1] != outputs
+        if zeros is not None or not is_awq or not self._is_symmetric:
+            if zeros is None or zeros.dtype != "I32" or (
+                    len(zeros.shape) != 2 or zeros.shape[0] != count):
+                raise self._expected(
+                    name, f"{module}.qzeros of I32 for the groups of .scales",
+                    zeros)
         self._check_kind(name, is_awq)
-        bits = self._bits or zeros.shape[1] * 32 // outputs
+        words = codes.shape[1] if zeros is None else zeros.shape[1]
+        bits = self._bits or words * 32 // outputs
         if self._is_mixed:
-            bits = self._bits_by_shapes(name, codes, zeros, outputs, order,
+            bits = self._bits_by_shapes(name, codes, words, outputs, order,
                                         is_awq)
         if bits not in ((4, 8) if is_awq else (2, 3, 4, 8)):
             raise self._unsupported(
                 name, f"expected {'4 or 8' if is_awq else '2, 3, 4 or 8'} bits,"
                 f" got {bits}")
-        if zeros.shape[1] != -(-outputs * bits // 32):
+        if zeros is not None and words != -(-outputs * bits // 32):
             raise self._expected(
                 name, f"{module}.qzeros packed along the outputs", zeros)
-        if is_awq and (codes.shape[1] != zeros.shape[1] or
-                       outputs * bits % 32):
+        if is_awq and codes.shape[1] * 32 != outputs * bits:
             raise self._expected(
                 name, f"{module}.qweight packed along the outputs", codes)
         inputs, rest = ((codes.shape[0], 0) if is_awq else
@@ -486,8 +489,11 @@ class _Reader:
                                   self._format != "gptq_v2"))
 
         def decode() -> Array:
-            assert zeros is not None and scale is not None
-            offsets = _unpack(zeros.array(), bits, outputs, is_awq) + add
+            assert scale is not None
+            # Without zero points it is in the middle of the codes.
+            offsets = (np.full((count, outputs), 1 << bits - 1)
+                       if zeros is None else
+                       _unpack(zeros.array(), bits, outputs, is_awq) + add)
             if is_awq:
                 values = _unpack(codes.array(), bits, outputs, True).T
             else:
@@ -500,14 +506,14 @@ class _Reader:
         return Part(name, (outputs, inputs),
                     self._parts(name, codes, zeros, scale, order), decode)
 
-    def _bits_by_shapes(self, name: str, codes: FileTensor, zeros: FileTensor,
-                        outputs: int, order: Optional[FileTensor],
-                        is_awq: bool) -> int:
+    def _bits_by_shapes(self, name: str, codes: FileTensor,
+                        words_of_outputs: int, outputs: int,
+                        order: Optional[FileTensor], is_awq: bool) -> int:
         """The bits of a module whose shapes tell them. What says it in words
         are regular expressions with look-around."""
         words = codes.shape[0]
         fitting = [bits for bits in (2, 3, 4, 8)
-                   if -(-outputs * bits // 32) == zeros.shape[1] and (
+                   if -(-outputs * bits // 32) == words_of_outputs and (
                        is_awq or (words * 32 % bits == 0 and (
                            order is None or
                            order.shape == (words * 32 // bits,))))]
