@@ -312,6 +312,13 @@ class Exporter {
           "quantctl: warning: the model takes a runtime with kernels for "
           "float4, and many have none: try it where it is to run");
     }
+    if (has_float8_ && activation_count_ > 0) {
+      session_.PrintError(
+          "quantctl: warning: ONNX Runtime's optimizer takes float8 of "
+          "quantized activations for integers: it does not load the model, or "
+          "computes something else; disable its graph optimization "
+          "(ORT_DISABLE_ALL), or quantize to int8");
+    }
     if (session_.json) {
       return session_.PrintJson({{"input", job_.model_path},
                                  {"output", job_.output.path},
@@ -497,7 +504,7 @@ class Exporter {
                            format.qmax),
               /*left_out=*/false);
     }
-    has_float4_ |= quantizer->type == "float4_e2m1";
+    NoteFloats(*quantizer);
     model->QuantizeActivation(place.name, *quantizer);
     ++activation_count_;
     return absl::OkStatus();
@@ -549,10 +556,15 @@ class Exporter {
       data = Transposed(codes, bits, rows, columns);
       codes = data;
     }
-    has_float4_ |= quantizer->type == "float4_e2m1";
+    NoteFloats(*quantizer);
     model->QuantizeWeight(place.name, *quantizer, codes);
     ++weight_count_;
     return absl::OkStatus();
+  }
+
+  void NoteFloats(const files::OnnxModel::Quantizer& quantizer) {
+    has_float4_ |= quantizer.type == "float4_e2m1";
+    has_float8_ |= absl::StartsWith(quantizer.type, "float8_");
   }
 
   // The parameters that the first of these values has got; null where none has.
@@ -711,6 +723,7 @@ class Exporter {
   uint64_t activation_count_ = 0;
   uint64_t bias_count_ = 0;
   bool has_float4_ = false;
+  bool has_float8_ = false;
 };
 
 }  // namespace

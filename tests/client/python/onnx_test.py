@@ -156,3 +156,38 @@ def compare_with_runtime(model, ids, logits, step, folder):
               f"codes differ, all by one; {(off > .5).mean():.1e} of the "
               f"logits in the end, by {off.max():.0f} at most")
         assert most < 1e-3
+
+
+@pytest.mark.parametrize("activations, weights, warns", [
+    ("float8_e4m3fn", "int8:per-channel", True),
+    ("float8_e4m3fn", "float8_e4m3fn", True),
+    ("int8", "float8_e4m3fn", True), (None, "float8_e4m3fn", False),
+    ("int8", "int8:per-channel", False)])
+def test_Float8RunsWithoutTheOptimizerThatMistakesIt(
+        tmp_path, quantctl, client, activations, weights, warns):
+    """Alone or beside integers in one node."""
+    torch.manual_seed(1)
+    network = torch.nn.Sequential(
+        torch.nn.Linear(16, 24, bias=False), torch.nn.ReLU(),
+        torch.nn.Linear(24, 8, bias=False)).eval()
+    x = torch.randn(1, 5, 16)
+    model = f"{activations}-{weights}".replace(":", "-")
+    with torch.no_grad():
+        values = {"0.input": x, "2.input": network[:2](x)}
+        plain = network(x).numpy()
+    for name, value in values.items():
+        if activations is not None:
+            client.calibrate(value, quantd.TensorName(model, name),
+                             activations)
+    for name in "02":
+        client.calibrate(network[int(name)].weight.detach(),
+                         quantd.TensorName(model, f"{name}.weight"), weights)
+    export_torch(network, x, tmp_path / "net.onnx", 13)
+    said = quantctl("export", "--model", model, "--onnx",
+                    tmp_path / "net.onnx", "-o", tmp_path / "qdq.onnx")
+    assert ("ORT_DISABLE_ALL" in said) == warns
+    if onnx_run.has_runtime(RUNTIME):
+        level = "disabled" if warns else "all"
+        found = onnx_run.run_in_runtime(RUNTIME, tmp_path / "qdq.onnx",
+                                        x.numpy(), tmp_path, level)["logits"]
+        assert np.abs(found - plain).max() < .1
