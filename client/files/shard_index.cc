@@ -3,9 +3,11 @@
 #include <sys/stat.h>
 
 #include <cstdint>
+#include <filesystem>
 #include <map>
 #include <set>
 #include <string>
+#include <system_error>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -29,6 +31,31 @@ bool IsShardName(absl::string_view name) {
          !absl::StrContains(name, '\0');
 }
 
+// Of a folder without an index.
+absl::StatusOr<ShardIndex> SingleShard(const std::string& folder) {
+  ShardIndex index;
+  index.shards.push_back(kSingleShardName);
+  struct stat status;
+  if (stat(PathIn(folder, kSingleShardName).c_str(), &status) == 0) {
+    return index;
+  }
+  std::set<std::string> shards;
+  std::error_code error;
+  const std::filesystem::directory_iterator end;
+  for (std::filesystem::directory_iterator entry(folder, error);
+       !error && entry != end; entry.increment(error)) {
+    const std::string name = entry->path().filename();
+    if (IsShardName(name)) shards.insert(name);
+  }
+  if (shards.empty()) return index;
+  return FileMalformedError(
+      folder,
+      absl::StrCat("expected ", kSingleShardName, ", or ", kShardIndexName,
+                   ", which tells the files of a model, got ", shards.size(),
+                   " other .safetensors files, such as ",
+                   absl::Utf8SafeCHexEscape(*shards.begin())));
+}
+
 }  // namespace
 
 bool IsFolder(const std::string& path) {
@@ -42,12 +69,9 @@ std::string PathIn(absl::string_view folder, absl::string_view name) {
 
 absl::StatusOr<ShardIndex> ReadShardIndex(const std::string& folder) {
   const std::string path = PathIn(folder, kShardIndexName);
-  ShardIndex index;
   struct stat status;
-  if (stat(path.c_str(), &status) != 0) {
-    index.shards.push_back(kSingleShardName);
-    return index;
-  }
+  if (stat(path.c_str(), &status) != 0) return SingleShard(folder);
+  ShardIndex index;
   const absl::StatusOr<MappedFile> file = MappedFile::Open(path);
   if (!file.ok()) return file.status();
   const auto document = ParseJson<nlohmann::json>(

@@ -37,7 +37,8 @@ bool IsFolder(const std::string& path);
 std::string PathIn(absl::string_view folder, absl::string_view name);
 
 // Errors: FILE_UNREADABLE, FILE_MALFORMED (also names that lead out of the
-// folder).
+// folder, and shards without an index, as those of a model that is being
+// written).
 absl::StatusOr<ShardIndex> ReadShardIndex(const std::string& folder);
 
 // Errors: FILE_EXISTS, FILE_UNWRITABLE.

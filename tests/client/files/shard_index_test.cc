@@ -38,6 +38,14 @@ TEST_F(ShardIndexTest, AFolderWithoutOneHasOneFile) {
   EXPECT_THAT(index->weight_map, IsEmpty());
 }
 
+TEST_F(ShardIndexTest, OfShardsWithoutOneNobodyKnowsWhetherTheyAreAll) {
+  directory_.Write("model-00001-of-00002.safetensors", "");
+  EXPECT_THAT(std::string(ReadShardIndex(directory_.path()).status().message()),
+              HasSubstr("got 1 other .safetensors files"));
+  directory_.Write(kSingleShardName, "");
+  EXPECT_TRUE(ReadShardIndex(directory_.path()).ok());
+}
+
 TEST_F(ShardIndexTest, NamesEachFileOnce) {
   const auto index = Read(
       R"({"metadata": {"total_size": 1}, "weight_map": {

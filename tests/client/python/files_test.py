@@ -495,3 +495,26 @@ def test_OfDamagedFilesOnlyErrorsOfTheClientCome(tmp_path, suffix):
         except quantd.QuantdError:
             refused += 1
     assert refused > 500
+
+
+def test_ShardsWithoutAnIndexAreNoModel(quantctl, tmp_path):
+    """Nobody knows whether they are all, and of one model."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for number in (1, 2):
+        quantd.save(folder / f"model-0000{number}-of-00002.safetensors",
+                    {f"{number}.weight": np.ones((4, 32), np.float32)})
+    told = ("expected model.safetensors, or model.safetensors.index.json, "
+            "which tells the files of a model, got 2 other .safetensors files, "
+            "such as model-00001-of-00002.safetensors")
+    with pytest.raises(quantd.QuantdError) as caught:
+        quantd.load(folder)
+    assert caught.value.reason == "FILE_MALFORMED"
+    assert told in str(caught.value)
+    for command in ("dequantize", "quantize --no-store --spec int8",
+                    "evaluate --spec int8"):
+        name, *flags = command.split()
+        more = () if name == "evaluate" else ("-o", tmp_path / "out")
+        said = quantctl(name, folder, *flags, *more, code=4)
+        assert "FILE_MALFORMED" in said and told in said
+    assert not (tmp_path / "out").exists()

@@ -464,6 +464,23 @@ class _GgufParser:
         return 0
 
 
+def _check_single(folder: str) -> None:
+    """Of a folder without an index, which one that is being written lacks,
+    too."""
+    if os.path.exists(os.path.join(folder, SINGLE_NAME)):
+        return
+    try:
+        names = sorted(name for name in os.listdir(folder)
+                       if name.endswith(".safetensors") and name[0] != ".")
+    except OSError as error:
+        raise unreadable(folder, error) from error
+    if names:
+        raise malformed(
+            folder, f"expected {SINGLE_NAME}, or {INDEX_NAME}, which tells the "
+            f"files of a model, got {len(names)} other .safetensors files, "
+            f"such as {names[0]}")
+
+
 def read_index(folder: str) -> tuple[dict[str, str], list[str]]:
     """The shard of each tensor, empty without an index, and all shards.
 
@@ -471,6 +488,7 @@ def read_index(folder: str) -> tuple[dict[str, str], list[str]]:
     """
     path = os.path.join(folder, INDEX_NAME)
     if not os.path.exists(path):
+        _check_single(folder)
         return {}, [SINGLE_NAME]
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
