@@ -354,3 +354,17 @@ def test_HooksGradientsAndTheCalibrationGoOn(client):
                            model_name="m/q")
     assert torch.equal(again[0].quantized_weight.scale,
                        model[0].quantized_weight.scale)
+
+
+def test_ScriptsSayWhatCompilesCodes(client):
+    model, x = torch.nn.Sequential(torch.nn.Linear(6, 4)), torch.randn(2, 6)
+    quantd.torch.quantize_(model, "int8:per-channel", client=client)
+    fake = quantd.torch.FakeQuantize(quantd.Encoding("int8", [0.5]))
+    for module, what in ((model, "torch.jit.trace(model, inputs)"),
+                         (model[0], "torch.jit.trace(model, inputs)"),
+                         (fake, "take it out")):
+        error = raised(torch.jit.script, module)
+        assert error.reason == "ARGUMENT_INVALID" and what in error.message
+    traced = torch.jit.trace(model, x)
+    x = torch.randn(5, 6)
+    assert torch.equal(traced(x), model(x))

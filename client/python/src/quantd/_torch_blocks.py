@@ -83,6 +83,15 @@ class LaidOut(torch.nn.Module):  # type: ignore[misc]
     loaded. One without any, from before states had it, is.
     """
 
+    # What to do where torch.jit.script does not compile it.
+    in_place_of_scripts: str
+
+    def __prepare_scriptable__(self) -> Any:
+        """Called by torch.jit.script. Raises: ARGUMENT_INVALID."""
+        raise errors.argument_invalid(
+            f"torch.jit.script does not compile {type(self).__name__}; "
+            f"{self.in_place_of_scripts}", "model")
+
     def layout(self) -> dict[str, Any]:
         """What the reals depend on beside the tensors, as JSON has it."""
         raise NotImplementedError

@@ -149,6 +149,8 @@ class FakeQuantize(LaidOut):
     go together.
     """
 
+    in_place_of_scripts = "take it out of the model, and keep its encoding"
+
     def __init__(self, encoding: Encoding, *, learn: Optional[str] = None,
                  learn_zero_point: Optional[bool] = None,
                  scale_gradient: bool = True, power_of_two: bool = False

@@ -39,6 +39,8 @@ class QuantizedWeight(LaidOut):
     like change the type of the reals alone.
     """
 
+    in_place_of_scripts = "torch.jit.trace(model, inputs) does"
+
     def __init__(self, quantized: QuantizedTensor, dtype: torch.dtype,
                  device: torch.device) -> None:
         super().__init__()
