@@ -221,6 +221,163 @@ def test_InputsByKeywordAreThoseOfTheirPlace(client):
     assert stored.statistics.max == 3
 
 
+def transformer():
+    torch.manual_seed(2)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 2).eval()
+
+
+def test_TransformersRunTheirModulesWhileTheyAreObserved(client):
+    model, x = transformer(), torch.randn(3, 5, 16)
+    ran = []
+    model.layers[1].linear2.register_forward_pre_hook(
+        lambda *_: ran.append(1))
+
+    def run():
+        ran.clear()
+        with torch.no_grad():
+            model(x)
+        return len(ran)
+
+    before = run()
+    with quantd.torch.calibrate(model, client, model_name="fast", source="a"
+                                ) as block:
+        with quantd.torch.calibrate(model.layers, client, source="a",
+                                    model_name="inner"):
+            assert run() == 1
+        assert run() == 1
+    assert run() == before
+    names_of = [f"layers.{layer}.{name}" for layer in range(2) for name in (
+        "self_attn.input", "self_attn.input.1", "self_attn.input.2",
+        "linear1.input", "linear2.input")]
+    assert block.sequences == dict.fromkeys(names_of, 2)
+    with pytest.raises(ZeroDivisionError), quantd.torch.calibrate(
+            model, client, model_name="broken", source="a"):
+        raise ZeroDivisionError
+    assert run() == before
+    weights = quantd.torch.output_weights(model, x)
+    assert sorted(weights) == [f"layers.{layer}.linear{n}.weight"
+                               for layer in range(2) for n in (1, 2)]
+
+
+def test_TheFastPathComesBackAfterTheLastBlock(client, monkeypatch):
+    """As torch has it since 2.1, for the whole process."""
+    class Setting:
+        enabled = True
+
+        def get_fastpath_enabled(self):
+            return self.enabled
+
+        def set_fastpath_enabled(self, value):
+            self.enabled = value
+
+    setting = Setting()
+    monkeypatch.setattr(torch.backends, "mha", setting, raising=False)
+    model = torch.nn.Linear(4, 4)
+    for was in (True, False):
+        setting.enabled = was
+        first, second = (quantd.torch.calibrate(
+            model, client, model_name=f"{name}-{was}", source="a")
+            for name in "ab")
+        first.__enter__()  # pylint: disable=unnecessary-dunder-call
+        second.__enter__()  # pylint: disable=unnecessary-dunder-call
+        model(torch.ones(2, 4))
+        first.__exit__(None, None, None)
+        assert not setting.enabled
+        second.__exit__(None, None, None)
+        assert setting.enabled == was
+
+
+def test_ModulesThatDoNotRunAreNamed(client):
+    model = transformer()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with quantd.torch.calibrate(model, client, model_name="unseen",
+                                    source="a", modules=["*linear1", "*proj"]):
+            with torch.no_grad():
+                model.layers[0](torch.randn(3, 5, 16))
+    (told,) = [str(warning.message) for warning in caught
+               if "did not run" in str(warning.message)]
+    assert told.endswith(": layers.0.self_attn.out_proj, "
+                         "layers.1.self_attn.out_proj, layers.1.linear1")
+
+
+def attend(query, key, value):
+    """What torch has since 2.0, by its name."""
+    if torch.overrides.has_torch_function((query, key, value)):
+        return torch.overrides.handle_torch_function(
+            attend, (query, key, value), query, key, value)
+    return torch.softmax(query @ key.transpose(1, 2), -1) @ value
+
+
+attend.__name__ = "scaled_dot_product_attention"
+attend = getattr(torch.nn.functional, attend.__name__, attend)
+
+
+class Attention(torch.nn.Module):
+    """With products of all kinds, and a module that is called in between."""
+
+    def __init__(self, inner=None):
+        super().__init__()
+        self.proj = torch.nn.Linear(4, 4)
+        self.inner = inner
+
+    def forward(self, x):
+        scores = x @ (x * 2).transpose(1, 2)
+        x = torch.matmul(scores, other=x * 3)
+        if self.inner is not None:
+            x = self.inner(x)
+        x = self.proj(x)
+        x = torch.bmm(scores * 4, mat2=x * 5)
+        x = torch.baddbmm(x, scores, (x * 6))
+        return attend(x, x * 7, value=x * 8)
+
+
+@pytest.mark.skipif(not hasattr(torch.overrides, "TorchFunctionMode"),
+                    reason="torch is older than 1.13")
+@pytest.mark.parametrize("where", ["server", "device"])
+def test_ProductsThatFunctionsComputeAreCounted(client, where):
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(Attention(Attention()), torch.nn.Linear(4, 4))
+    data = [torch.rand(2, 3, 4) for _ in range(3)]
+    with torch.no_grad(), quantd.torch.calibrate(
+            model, client, model_name=f"functions-{where}", source="a",
+            functions=True, record=("input", "output"), where=where) as block:
+        block.is_enabled = False
+        with pytest.raises(RuntimeError):
+            model(torch.rand(2, 3, 5))
+        block.is_enabled = True
+        for x in data:
+            model(x)
+            # What is in no module.
+            x @ x.transpose(1, 2)
+    products = ("matmul_0.input", "matmul_0.input.1", "matmul_1.input",
+                "matmul_1.input.1", "bmm_0.input", "bmm_0.input.1",
+                "baddbmm_0.input", "baddbmm_0.input.1", "baddbmm_0.input.2",
+                "scaled_dot_product_attention_0.input",
+                "scaled_dot_product_attention_0.input.1",
+                "scaled_dot_product_attention_0.input.2", "matmul_0.output",
+                "matmul_1.output", "bmm_0.output", "baddbmm_0.output",
+                "scaled_dot_product_attention_0.output", "proj.input",
+                "proj.output")
+    assert block.sequences == dict.fromkeys(
+        [f"{prefix}.{name}" for prefix in ("0", "0.inner")
+         for name in products] + ["1.input", "1.output"], 3)
+    assert names(client, f"functions-{where}") == sorted(block.sequences)
+    largest = torch.stack(data).max()
+    found = statistics(client, f"functions-{where}", "0.matmul_1.input.1")
+    assert found.statistics.max == pytest.approx(float(largest * 3))
+    # Without being asked for there are none.
+    with quantd.torch.calibrate(model, client, model_name="plain", source="a"
+                                ) as block:
+        model(data[0])
+    assert sorted(block.sequences) == ["0.inner.proj.input", "0.proj.input",
+                                       "1.input"]
+    with pytest.raises(quantd.QuantdError, match="without functions"):
+        quantd.torch.calibrate(model, client, model_name="no", source="a",
+                               functions=True, features="gram")
+
+
 def test_WhatIsRepeatedAfterARestartCountsOnce(client):
     model, data = small_model(), batches(8)
 

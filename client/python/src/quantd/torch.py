@@ -13,6 +13,7 @@ runs.
 from __future__ import annotations
 
 import collections
+import contextlib
 import inspect
 import os
 import sys
@@ -28,7 +29,7 @@ import torch.utils.checkpoint
 from torch.nn.utils import parametrize
 
 from quantd import (_apart, _arrays, _globs, _sharding, _torch_gram,
-                    _torch_weights, errors)
+                    _torch_functions, _torch_weights, errors)
 from quantd._requests import CalibrateJob, Contribution, FeatureStatistics
 from quantd._torch_fake import FakeQuantize
 from quantd._torch_load import LoadedNames, load_into
@@ -52,6 +53,8 @@ _KINDS = ("input", "output")
 _FEATURES = (None, "gram")
 # Of a contribution's elements: more that were clipped are told of.
 _CLIPPED_SHARE = 1e-3
+# Of modules that a warning names.
+_MOST_NAMED = 8
 _ELEMENT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # With on_error "warn" a server that gave no answer is not asked again for so
 # many times the time that its retries took: the model waits for them, and is to
@@ -120,8 +123,9 @@ def output_weights(model: torch.nn.Module, batch: Any, *,
 
     Raises: ARGUMENT_INVALID.
     """
-    return _torch_weights.output_weights(model, batch, _chosen(model, modules),
-                                         outputs)
+    with _torch_functions.without_fast_path():
+        return _torch_weights.output_weights(
+            model, batch, _chosen(model, modules), outputs)
 
 
 def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
@@ -133,7 +137,7 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
               force_statistics: bool = False, on_error: str = "raise",
               max_pending_bytes: int = 256 << 20,
               features: Optional[str] = None, where: str = "server",
-              every: int = 32) -> Calibration:
+              every: int = 32, functions: bool = False) -> Calibration:
     """Sends what a model computes to the statistics of the service, under the
     names "MODULE.input" and "MODULE.output" of model_name, with ".1" and so on
     for further tensors, by their place among the parameters of forward();
@@ -153,8 +157,12 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
         rank: each counts its own contributions.
     modules: globs over names of modules, or a function of name and module that
         says which; default all that have a weight of two dimensions or more and
-        no modules of their own but parametrizations and FakeQuantize. Names are
-        without the "module." that DistributedDataParallel puts in front.
+        no modules of their own but parametrizations and FakeQuantize, and
+        MultiheadAttention for its in_proj_weight. Its out_proj never runs: it
+        takes the weight alone. Names are without the "module." that
+        DistributedDataParallel puts in front. The block warns of modules that
+        have not run when it ends; meanwhile transformers have no fast path,
+        which would run none of theirs.
     record: "input", "output" or both: what is quantized of a layer are its
         inputs.
     start: how many times each tensor was seen before this block, which is what
@@ -195,6 +203,13 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
         is. A contribution has the number of times as its sequence, so that a
         restart may have another `every`: what the service has counted is left
         out. A moving average moves once for each contribution.
+    functions: also record products of matrices that modules of the model
+        compute with functions of torch: matmul (which is `@`), mm, bmm, baddbmm
+        and scaled_dot_product_attention. They are called by the module that
+        runs and their order in it, "layers.0.attn.matmul_0.input" and
+        "layers.0.attn.matmul_0.input.1"; `modules` does not matter. It takes
+        torch 1.13 or later, and sees those of the thread that enters the block,
+        but none within another function, such as that of MultiheadAttention.
 
     Raises: ARGUMENT_INVALID.
     """
@@ -204,7 +219,7 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
                        mantissa_bits=mantissa_bits,
                        force_statistics=force_statistics, on_error=on_error,
                        max_pending_bytes=max_pending_bytes, features=features,
-                       where=where, every=every)
+                       where=where, every=every, functions=functions)
 
 
 class Calibration:
@@ -222,7 +237,7 @@ class Calibration:
                  granularity: GranularityLike, mantissa_bits: int,
                  force_statistics: bool, on_error: str,
                  max_pending_bytes: int, features: Optional[str], where: str,
-                 every: int) -> None:
+                 every: int, functions: bool) -> None:
         if on_error not in ("raise", "warn"):
             raise errors.argument_invalid(
                 f"expected 'raise' or 'warn', got {on_error!r}", "on_error")
@@ -242,6 +257,14 @@ class Calibration:
         if features is not None and set(record) != {"input"}:
             raise errors.argument_invalid(
                 "expected features with inputs only", "record")
+        if functions and features is not None:
+            raise errors.argument_invalid(
+                "expected features without functions, which have no weights",
+                "functions")
+        if functions and not _torch_functions.HAS_MODES:
+            raise errors.argument_invalid(
+                f"expected torch 1.13 or later, got {torch.__version__}",
+                "functions")
         self.is_enabled = True
         self.left_out: dict[str, str] = {}
         self._features = features
@@ -261,6 +284,9 @@ class Calibration:
         self._max_pending_bytes = max_pending_bytes
         self._is_on_device = where == "device"
         self._every = every
+        self._model = _unwrapped(model)
+        self._products = _torch_functions.Products(
+            self._record, self._observe) if functions else None
         self._modules = list(_chosen(model, modules))
         if not self._modules:
             raise errors.argument_invalid("no module of the model is chosen",
@@ -271,6 +297,11 @@ class Calibration:
         self._layers = {_join(name, "input"): module
                         for name, module in self._modules}
         self._handles: list[Any] = []
+        # What holds for torch within the block.
+        self._settings = contextlib.ExitStack()
+        # Names of what has not been seen.
+        self._unseen = {_join(name, kind) for name, _ in self._modules
+                        for kind in self._record}
         # Held while a state is made, and before _changed.
         self._gathering = threading.Lock()
         # On the device: of each tensor what was seen since its last
@@ -320,6 +351,10 @@ class Calibration:
         try:
             for name, module in self._modules:
                 self._hook(name, module)
+            self._settings.enter_context(_torch_functions.without_fast_path())
+            if self._products is not None:
+                self._handles.extend(self._products.hook(self._model))
+                self._settings.enter_context(self._products)
             self._process_id = os.getpid()
             self._thread = threading.Thread(target=self._send, daemon=True,
                                             name="quantd-calibrate")
@@ -375,6 +410,17 @@ class Calibration:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._settings.close()
+
+    def _warn_of_unseen(self) -> None:
+        names = [name or "the model itself" for name, _ in self._modules
+                 if all(_join(name, kind) in self._unseen
+                        for kind in self._record)]
+        if names:
+            more = len(names) - _MOST_NAMED
+            _warn("modules that did not run, of which nothing was counted: " +
+                  ", ".join(names[:_MOST_NAMED]) +
+                  (f" and {more} more" if more > 0 else ""))
 
     def _hook_inputs(self, name: str, module: torch.nn.Module) -> Any:
         name = _join(name, "input")
@@ -400,6 +446,7 @@ class Calibration:
         self._remove_hooks()
         try:
             if exception_type is None:
+                self._warn_of_unseen()
                 self.flush()
         finally:
             # In a forked process there is nothing to end.
@@ -453,6 +500,7 @@ class Calibration:
                  ) -> None:
         """Of a hook: what goes into a module, or comes out, by place or
         keyword."""
+        self._unseen.discard(name)
         if not self.is_enabled or _is_going_backward():
             return
         if self._features is not None:
@@ -817,13 +865,26 @@ def _join(name: str, kind: str) -> str:
     return f"{name}.{kind}" if name else kind
 
 
-def _chosen(model: torch.nn.Module, modules: Any
-            ) -> Iterator[tuple[str, torch.nn.Module]]:
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """What DataParallel and the like run."""
     if isinstance(model, (torch.nn.DataParallel,
                           torch.nn.parallel.DistributedDataParallel)):
-        model = model.module
+        return model.module
+    return model
+
+
+def _chosen(model: torch.nn.Module, modules: Any
+            ) -> Iterator[tuple[str, torch.nn.Module]]:
+    model = _unwrapped(model)
     if modules is None:
-        modules = _has_weights
+        # They take the weight of this one, and do not run it.
+        idle = {id(module.out_proj) for module in model.modules()
+                if isinstance(module, torch.nn.MultiheadAttention)}
+
+        def has_weights(name: str, module: Any) -> bool:
+            return id(module) not in idle and _has_weights(name, module)
+
+        modules = has_weights
     elif not callable(modules):
         patterns = [modules] if isinstance(modules, str) else list(modules)
 
@@ -841,6 +902,8 @@ def _chosen(model: torch.nn.Module, modules: Any
 
 def _has_weights(name: str, module: Any) -> bool:
     del name
+    if isinstance(module, torch.nn.MultiheadAttention):
+        return True
     is_parametrized = parametrize.is_parametrized(module)
     return all(isinstance(child, (QuantizedWeight, FakeQuantize)) or
                is_parametrized and child is module.parametrizations
