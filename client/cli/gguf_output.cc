@@ -20,6 +20,7 @@
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
 #include "client/files/gguf_builder.h"
+#include "client/files/gguf_encoders.h"
 #include "client/files/gguf_types.h"
 #include "client/files/safetensors.h"
 #include "client/models/tensor_input.h"
@@ -54,8 +55,8 @@ constexpr Row kRows[] = {
      false, 38},
 };
 
-// Types whose blocks quantctl makes itself; those of llama.cpp's "small"
-// mixtures, which have one type throughout.
+// Types without a spec; those of llama.cpp's "small" mixtures, which have one
+// type throughout.
 struct BlockRow {
   absl::string_view type;
   uint32_t file_type;
@@ -72,19 +73,6 @@ const Row* FindRow(absl::string_view type) {
 // Code i of packed or unpacked codes, as the bits that it is stored in.
 int CodeBits(absl::Span<const uint8_t> codes, int storage_bits, size_t i) {
   return storage_bits == 4 ? codes[i / 2] >> (i % 2 * 4) & 15 : codes[i];
-}
-
-void PutNibbles(const int* codes, uint8_t* bytes) {
-  for (size_t i = 0; i < kBlock / 2; ++i) {
-    bytes[i] = static_cast<uint8_t>((codes[i] & 15) |
-                                    (codes[i + kBlock / 2] & 15) << 4);
-  }
-}
-
-void PutHighBits(const int* codes, uint8_t* bytes) {
-  for (size_t i = 0; i < kBlock; ++i) {
-    bytes[i / 8] |= static_cast<uint8_t>((codes[i] >> 4 & 1) << (i % 8));
-  }
 }
 
 }  // namespace
@@ -137,14 +125,15 @@ absl::StatusOr<files::GgufEntry> GgufEntryOf(const std::string& path,
 }
 
 std::string GgufSpecs() {
-  const auto append = [](std::string* text, const Row& row) {
-    absl::StrAppend(text, row.spec, " (", row.type, ")");
-  };
-  const auto append_type = [](std::string* text, const BlockRow& row) {
-    absl::StrAppend(text, row.type);
-  };
-  return absl::StrCat(absl::StrJoin(kRows, ", ", append), ", ",
-                      absl::StrJoin(kBlockRows, ", ", append_type));
+  std::vector<std::string> specs;
+  for (const files::GgufType& type : files::GgufTypes()) {
+    if (files::FindGgufEncoder(type) == nullptr) continue;
+    specs.emplace_back(type.name);
+  }
+  for (const Row& row : kRows) {
+    specs.push_back(absl::StrCat(row.spec, " (", row.type, ")"));
+  }
+  return absl::StrJoin(specs, ", ");
 }
 
 uint32_t GgufFileType(const files::GgufType& type) {
@@ -207,17 +196,7 @@ absl::StatusOr<std::vector<uint8_t>> PackGguf(const files::GgufType& type,
       at += sizeof(bytes);
     }
     at += scale_bytes;
-    if (format->bits == 8) {
-      for (size_t i = 0; i < kBlock; ++i) {
-        at[i] = static_cast<uint8_t>(values[i]);
-      }
-      continue;
-    }
-    if (format->bits == 5) {
-      PutHighBits(values, at);
-      at += kBlock / 8;
-    }
-    PutNibbles(values, at);
+    files::PutGgufCodes(values, format->bits, at);
   }
   return blocks;
 }

@@ -32,7 +32,7 @@ absl::StatusOr<files::GgufEntry> GgufEntryOf(const std::string& path,
                                              const files::FileTensor& tensor,
                                              const EncodingSpec* spec);
 
-// The specs that have one, with their types.
+// The types that quantctl makes itself, and the specs that have one.
 std::string GgufSpecs();
 
 // The number that llama.cpp has for a file most of whose bytes are of the type;

@@ -30,8 +30,9 @@ constexpr char kSpecs[] =
                         takes nothing is an error: put the narrower one first
   --spec @FILE          the file has one of these on each line
 
-  quantize -o OUT.gguf also takes q4_K, q5_K and q6_K. It makes these blocks
-  itself: they need no server. sweep FILE and evaluate measure them too.
+  quantize -o OUT.gguf also takes q4_0, q4_1, q5_0, q5_1, q8_0, q4_K, q5_K and
+  q6_K. It makes these blocks itself: they need no server. sweep FILE and
+  evaluate measure them too.
 
 Formats:
 )";

@@ -148,14 +148,13 @@ void AddExamplesAndNotes(Command* command) {
       "quantctl quantize llm/ -o llm-fp8/ --scheme FP8 --model acme/llm",
       "a model for vLLM; the ranges of activations are those of acme/llm");
   command->AddExample(
-      "quantctl quantize model-f16.gguf -o model-q4_0.gguf \\\n"
-      "  --spec int4:group:32:scale=float16",
+      "quantctl quantize model-f16.gguf -o model-q4_0.gguf --spec q4_0",
       "with the metadata of the input; specs that GGUF has no type for are "
       "refused");
   command->AddExample(
       "quantctl quantize model-f16.gguf -o model-q4_k.gguf \\\n"
       "  --spec q4_K --spec 'output.weight=q6_K'",
-      "quantctl makes these blocks itself, and q5_K, without a server");
+      "quantctl makes these blocks itself, without a server");
   command->AddExample(
       "quantctl quantize model.safetensors -o model.int4.safetensors \\\n"
       "  --spec int4:group:128 --rounding compensated --inputs acme/net",

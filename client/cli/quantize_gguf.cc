@@ -262,7 +262,7 @@ absl::Status CheckGgufOptions(const QuantizeOptions& options,
   if (!type.empty() && options.store) {
     return ArgumentInvalidError(absl::StrCat(
         "expected --no-store with ", type,
-        ": no encoding has its scales and minima, so there is none to store"));
+        ": quantctl makes its blocks itself, without an encoding to store"));
   }
   if (!type.empty() && options.rounding.IsCompensated()) {
     return ArgumentInvalidError(absl::StrCat(

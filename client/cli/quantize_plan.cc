@@ -341,23 +341,20 @@ absl::Status FindBlocks(const QuantizeOptions& options,
   *is_copied = false;
   if (spec.gguf_type.empty()) return absl::OkStatus();
   *type = BlockTypeFor(spec, tensor.shape);
-  if (*type != nullptr) {
-    return files::CheckGgufEntry(options.output.path,
-                                 {tensor.name, *type, tensor.shape});
+  *is_copied = *type == nullptr;
+  if (*is_copied || (*type)->name != spec.gguf_type) {
+    const bool is_left_out =
+        *is_copied && IsNamed(options, plan->specs, tensor.name);
+    auto& said = is_left_out ? plan->left_out_notes : plan->notes;
+    said.push_back(absl::StrCat(
+        "quantctl: tensor ", tensor.name, ": rows of ",
+        tensor.shape.empty() ? 1 : tensor.shape.back(),
+        " elements have no whole blocks of ", spec.gguf_type, ": ",
+        *is_copied ? "copied" : absl::StrCat((*type)->name, " in its place")));
   }
-  const int64_t row = tensor.shape.empty() ? 1 : tensor.shape.back();
-  const absl::StatusOr<EncodingSpec> fallback = spec.SpecOf(tensor.shape);
-  const files::GgufType* const other =
-      fallback.ok() ? GgufTypeOf(*fallback, tensor.shape) : nullptr;
-  *is_copied = other == nullptr || row % other->block_elements != 0;
-  const bool is_left_out =
-      *is_copied && IsNamed(options, plan->specs, tensor.name);
-  auto& said = is_left_out ? plan->left_out_notes : plan->notes;
-  said.push_back(absl::StrCat(
-      "quantctl: tensor ", tensor.name, ": rows of ", row,
-      " elements have no whole blocks of ", spec.gguf_type, ": ",
-      *is_copied ? "copied" : absl::StrCat(other->name, " in its place")));
-  return absl::OkStatus();
+  if (*is_copied) return absl::OkStatus();
+  return files::CheckGgufEntry(options.output.path,
+                               {tensor.name, *type, tensor.shape});
 }
 
 // Modules that lose much where they are quantized, or that no runtime has

@@ -24,6 +24,10 @@ constexpr float kRounder = 0x1.8p23F;
 constexpr float kLeastRange = 0x1p-60F;
 // How often what a super-block shares is fitted to its codes.
 constexpr int kRounds = 4;
+// Of searches whose scales are stored in float16.
+constexpr int kHalfSteps = 7;
+constexpr float kHalfStep = 0.5F;
+constexpr int kHalfFits = 2;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // The sum of one term for each element of a block.
@@ -73,19 +77,20 @@ float ToHalfAbove(float value) {
   return HalfValue(static_cast<uint16_t>(NearestHalf(nearest) + 1));
 }
 
+// With one sign of zero.
 void PutHalf(float value, uint8_t* bytes) {
-  const uint16_t half = NearestHalf(value);
+  const uint16_t half = NearestHalf(value + 0.0F);
   bytes[0] = static_cast<uint8_t>(half & 255);
   bytes[1] = static_cast<uint8_t>(half >> 8);
 }
 
-// q4_K and q5_K.
+// q4_K, q5_K, q4_1 and q5_1.
 
 constexpr size_t kLineBlock = 32;
 constexpr size_t kLineBlocks = kEncodedBlock / kLineBlock;
 constexpr int kMostSixBits = 63;
 
-// x' = scale * code - minimum, neither of them negative.
+// x' = scale * code - minimum, in q4_K and q5_K neither of them negative.
 struct Line {
   float scale = 0;
   float minimum = 0;
@@ -171,6 +176,16 @@ Line FindLine(const float* x, float most) {
   return best;
 }
 
+// The line whose upper end has a code that is a power of two: it keeps
+// multiples of a power of two, such as 0 and 1, if its integers are powers of
+// two as well.
+Line EvenLine(const float* x, float most) {
+  const float low = std::min(*std::min_element(x, x + kLineBlock), 0.0F);
+  const float high = std::max(*std::max_element(x, x + kLineBlock), low);
+  const float span = high - low;
+  return {span > kLeastRange ? span / ((most + 1) / 2) : 0, -low};
+}
+
 // What is stored of a super-block, but for its codes.
 struct LineBlock {
   float d = 0;
@@ -247,16 +262,36 @@ void FitShared(const float* x, const LineBlock& block, float most, float* d,
   }
 }
 
-LineBlock FindLines(const float* x, float most) {
-  Line lines[kLineBlocks];
+// The least d and dmin under which the integers of blocks are at most `most`.
+Line SharedOf(const Line* lines, float most) {
   Line largest;
   for (size_t j = 0; j < kLineBlocks; ++j) {
-    lines[j] = FindLine(x + j * kLineBlock, most);
     largest.scale = std::max(largest.scale, lines[j].scale);
     largest.minimum = std::max(largest.minimum, lines[j].minimum);
   }
-  float d = ToHalfAbove(largest.scale / kMostSixBits);
-  float dmin = ToHalfAbove(largest.minimum / kMostSixBits);
+  return {ToHalfAbove(largest.scale / most),
+          ToHalfAbove(largest.minimum / most)};
+}
+
+// With the even lines of all blocks, where they have no error.
+LineBlock FindEvenLines(const float* x, float most) {
+  Line lines[kLineBlocks];
+  for (size_t j = 0; j < kLineBlocks; ++j) {
+    lines[j] = EvenLine(x + j * kLineBlock, most);
+    if (ErrorOf(x + j * kLineBlock, lines[j], most) != 0) return {};
+  }
+  const Line shared = SharedOf(lines, (kMostSixBits + 1) / 2.0F);
+  return ChooseLines(x, lines, shared.scale, shared.minimum, most);
+}
+
+LineBlock FindLines(const float* x, float most) {
+  const LineBlock even = FindEvenLines(x, most);
+  if (even.error == 0) return even;
+  Line lines[kLineBlocks];
+  for (size_t j = 0; j < kLineBlocks; ++j) {
+    lines[j] = FindLine(x + j * kLineBlock, most);
+  }
+  auto [d, dmin] = SharedOf(lines, kMostSixBits);
   LineBlock best;
   for (int i = 0; i < kRounds; ++i) {
     const LineBlock chosen = ChooseLines(x, lines, d, dmin, most);
@@ -265,7 +300,7 @@ LineBlock FindLines(const float* x, float most) {
     FitShared(x, best, most, &d, &dmin);
     if (d == best.d && dmin == best.dmin) break;
   }
-  return best;
+  return even.error <= best.error ? even : best;
 }
 
 // Scales and minima of 6 bits in 12 bytes, as gguf_types.cc reads them.
@@ -313,24 +348,88 @@ void EncodeQ5K(const float* elements, uint8_t* block) {
   EncodeLines(elements, 31, block, block + 16, block + 48);
 }
 
-// q6_K.
+// The minimum and the scale with the least error for the codes that `line`
+// gives, as float16 has them.
+Line FitHalves(const float* x, const Line& line, float most) {
+  constexpr float kCount = kLineBlock;
+  const LineSums sums = SumsOf(x, line, most);
+  const float determinant = kCount * sums.qq - sums.q * sums.q;
+  const float minimum = RoundedToHalf(
+      determinant > 0 ? (sums.q * sums.xq - sums.qq * sums.x) / determinant
+                      : line.minimum);
+  return {RoundedToHalf(sums.qq > 0 ? (sums.xq + minimum * sums.q) / sums.qq
+                                    : line.scale),
+          minimum};
+}
+
+// The line in float16 with the least error of those that are tried, that of
+// ggml first.
+Line FindHalves(const float* x, float most) {
+  const float low = *std::min_element(x, x + kLineBlock);
+  const float span = *std::max_element(x, x + kLineBlock) - low;
+  const float minimum = RoundedToHalf(-low);
+  Line best = {0, minimum};
+  if (!(span > kLeastRange)) return best;
+  float least = ErrorOf(x, best, most);
+  const auto attempt = [&](const Line& line) {
+    const float error = ErrorOf(x, line, most);
+    if (!(error < least)) return;
+    least = error;
+    best = line;
+  };
+  attempt({RoundedToHalf(span / most), minimum});
+  attempt({ToHalfAbove(span / most), minimum});
+  // It keeps multiples of a power of two.
+  attempt({RoundedToHalf(span / ((most + 1) / 2)), minimum});
+  for (int i = 0; i < kHalfSteps; ++i) {
+    const float codes = most - 2 + kHalfStep * static_cast<float>(i);
+    attempt(FitHalves(x, {span / codes, -low}, most));
+  }
+  for (int i = 0; i < kHalfFits; ++i) attempt(FitHalves(x, best, most));
+  return best;
+}
+
+template <int kBits>
+void EncodeHalfLine(const float* x, uint8_t* block) {
+  constexpr float kMost = (1 << kBits) - 1;
+  std::memset(block, 0, 4 + kLineBlock * kBits / 8);
+  const Line line = FindHalves(x, kMost);
+  PutHalf(line.scale, block);
+  PutHalf(-line.minimum, block + 2);
+  const float inverse = InverseOf(line.scale);
+  int codes[kLineBlock];
+  for (size_t i = 0; i < kLineBlock; ++i) {
+    codes[i] =
+        static_cast<int>(Code((x[i] + line.minimum) * inverse, 0, kMost));
+  }
+  PutGgufCodes(codes, kBits, block + 4);
+}
+
+// q6_K, q4_0, q5_0 and q8_0: codes of two's complement.
 
 constexpr size_t kScaleBlock = 16;
 constexpr size_t kScaleBlocks = kEncodedBlock / kScaleBlock;
 constexpr int kLeastScale = -128;
 constexpr int kMostScale = 127;
-constexpr float kLeastCode = -32;
-constexpr float kMostCode = 31;
+constexpr int kScaleBits = 6;
 
+// Of codes of so many bits.
+constexpr int LeastCode(int bits) { return -(1 << (bits - 1)); }
+
+template <int kBits>
+float ScaledCode(float x, float inverse) {
+  return Code(x * inverse, LeastCode(kBits), -LeastCode(kBits) - 1);
+}
+
+template <size_t kCount, int kBits>
 float ScaledError(const float* x, float scale) {
   const float inverse = InverseOf(scale);
-  float squares[kScaleBlock];
-  for (size_t i = 0; i < kScaleBlock; ++i) {
-    const float code = Code(x[i] * inverse, kLeastCode, kMostCode);
-    const float error = x[i] - scale * code;
+  float squares[kCount];
+  for (size_t i = 0; i < kCount; ++i) {
+    const float error = x[i] - scale * ScaledCode<kBits>(x[i], inverse);
     squares[i] = error * error;
   }
-  return Sum<kScaleBlock>(squares);
+  return Sum<kCount>(squares);
 }
 
 // Sums over codes q and elements x.
@@ -339,16 +438,27 @@ struct ScaleSums {
   float xq;
 };
 
+template <size_t kCount, int kBits>
 ScaleSums ScaledSums(const float* x, float scale) {
   const float inverse = InverseOf(scale);
-  float qq[kScaleBlock];
-  float xq[kScaleBlock];
-  for (size_t i = 0; i < kScaleBlock; ++i) {
-    const float code = Code(x[i] * inverse, kLeastCode, kMostCode);
+  float qq[kCount];
+  float xq[kCount];
+  for (size_t i = 0; i < kCount; ++i) {
+    const float code = ScaledCode<kBits>(x[i], inverse);
     qq[i] = code * code;
     xq[i] = x[i] * code;
   }
-  return {Sum<kScaleBlock>(qq), Sum<kScaleBlock>(xq)};
+  return {Sum<kCount>(qq), Sum<kCount>(xq)};
+}
+
+// The first one of the largest magnitude.
+template <size_t kCount>
+float Largest(const float* x) {
+  float largest = 0;
+  for (size_t i = 0; i < kCount; ++i) {
+    if (std::fabs(x[i]) > std::fabs(largest)) largest = x[i];
+  }
+  return largest;
 }
 
 // The scale with the least error of those that are tried. Of either sign: codes
@@ -357,19 +467,17 @@ float FindScale(const float* x) {
   constexpr int kSteps = 21;
   constexpr float kStep = 0.25F;
   constexpr float kFirst = 29;
-  float largest = 0;
-  for (size_t i = 0; i < kScaleBlock; ++i) {
-    if (std::fabs(x[i]) > std::fabs(largest)) largest = x[i];
-  }
+  const float largest = Largest<kScaleBlock>(x);
   if (!(std::fabs(largest) > kLeastRange)) return 0;
   float best = 0;
   float least = kInfinity;
   for (const float sign : {-1.0F, 1.0F}) {
     for (int i = 0; i < kSteps; ++i) {
       const float codes = kFirst + kStep * static_cast<float>(i);
-      const ScaleSums sums = ScaledSums(x, sign * largest / codes);
+      const ScaleSums sums =
+          ScaledSums<kScaleBlock, kScaleBits>(x, sign * largest / codes);
       const float scale = sums.xq / sums.qq;
-      const float error = ScaledError(x, scale);
+      const float error = ScaledError<kScaleBlock, kScaleBits>(x, scale);
       if (!(error < least)) continue;
       least = error;
       best = scale;
@@ -393,8 +501,8 @@ ScaledBlock ChooseScales(const float* x, const float* scales, float d) {
     float least = kInfinity;
     for (int s = std::max(scale - 1, kLeastScale);
          s <= std::min(scale + 1, kMostScale); ++s) {
-      const float error =
-          ScaledError(x + j * kScaleBlock, d * static_cast<float>(s));
+      const float error = ScaledError<kScaleBlock, kScaleBits>(
+          x + j * kScaleBlock, d * static_cast<float>(s));
       if (!(error < least)) continue;
       least = error;
       chosen.scale[j] = s;
@@ -409,7 +517,7 @@ float FitScales(const float* x, const ScaledBlock& block) {
   double xa = 0;
   for (size_t j = 0; j < kScaleBlocks; ++j) {
     const double scale = block.scale[j];
-    const ScaleSums sums = ScaledSums(
+    const ScaleSums sums = ScaledSums<kScaleBlock, kScaleBits>(
         x + j * kScaleBlock, block.d * static_cast<float>(block.scale[j]));
     aa += scale * scale * double{sums.qq};
     xa += scale * double{sums.xq};
@@ -417,16 +525,34 @@ float FitScales(const float* x, const ScaledBlock& block) {
   return aa > 0 ? RoundedToHalf(xa / aa) : block.d;
 }
 
-ScaledBlock FindScales(const float* x) {
+// The d with which the largest scale becomes -128.
+float SharedOf(const float* scales) {
+  const float largest = Largest<kScaleBlocks>(scales);
+  const float d = ToHalfAbove(std::fabs(largest) / -kLeastScale);
+  return largest > 0 ? -d : d;
+}
+
+// The same as FindEvenLines.
+ScaledBlock FindEvenScales(const float* x) {
   float scales[kScaleBlocks];
-  float largest = 0;
+  for (size_t j = 0; j < kScaleBlocks; ++j) {
+    const float* const block = x + j * kScaleBlock;
+    const float largest = std::fabs(Largest<kScaleBlock>(block));
+    scales[j] =
+        largest > kLeastRange ? largest / (-LeastCode(kScaleBits) / 2.0F) : 0;
+    if (ScaledError<kScaleBlock, kScaleBits>(block, scales[j]) != 0) return {};
+  }
+  return ChooseScales(x, scales, SharedOf(scales));
+}
+
+ScaledBlock FindScales(const float* x) {
+  const ScaledBlock even = FindEvenScales(x);
+  if (even.error == 0) return even;
+  float scales[kScaleBlocks];
   for (size_t j = 0; j < kScaleBlocks; ++j) {
     scales[j] = FindScale(x + j * kScaleBlock);
-    if (std::fabs(scales[j]) > std::fabs(largest)) largest = scales[j];
   }
-  // The largest one becomes -128.
-  float d = ToHalfAbove(std::fabs(largest) / -kLeastScale);
-  if (largest > 0) d = -d;
+  float d = SharedOf(scales);
   ScaledBlock best;
   for (int i = 0; i < kRounds; ++i) {
     const ScaledBlock chosen = ChooseScales(x, scales, d);
@@ -435,7 +561,7 @@ ScaledBlock FindScales(const float* x) {
     d = FitScales(x, best);
     if (d == best.d) break;
   }
-  return best;
+  return even.error <= best.error ? even : best;
 }
 
 void EncodeQ6K(const float* elements, uint8_t* block) {
@@ -450,30 +576,100 @@ void EncodeQ6K(const float* elements, uint8_t* block) {
     uint8_t* const low = block + j / 8 * 64 + j % 4 * 16;
     uint8_t* const high = block + 128 + j / 8 * 32 + j % 2 * 16;
     for (size_t i = 0; i < kScaleBlock; ++i) {
-      const int code =
-          static_cast<int>(Code(elements[j * kScaleBlock + i] * inverse,
-                                kLeastCode, kMostCode)) +
-          32;
+      const int code = static_cast<int>(ScaledCode<kScaleBits>(
+                           elements[j * kScaleBlock + i], inverse)) -
+                       LeastCode(kScaleBits);
       low[i] |= static_cast<uint8_t>((code & 15) << (j % 8 / 4 * 4));
       high[i] |= static_cast<uint8_t>(code >> 4 << (j / 2 % 4 * 2));
     }
   }
 }
 
+// The scale in float16 with the least error of those that are tried, that of
+// ggml first, where the largest element has the code `of_ggml`.
+template <int kBits>
+float FindHalf(const float* x, float of_ggml) {
+  constexpr int kLeast = LeastCode(kBits);
+  const float largest = Largest<kLineBlock>(x);
+  if (!(std::fabs(largest) > kLeastRange)) return 0;
+  float best = 0;
+  float least = ScaledError<kLineBlock, kBits>(x, best);
+  const auto attempt = [&](float scale) {
+    const float error = ScaledError<kLineBlock, kBits>(x, scale);
+    if (!(error < least)) return;
+    least = error;
+    best = scale;
+  };
+  attempt(RoundedToHalf(largest / of_ggml));
+  attempt(ToHalfAbove(std::fabs(largest) / (-kLeast - 1)));
+  // It keeps multiples of a power of two.
+  attempt(RoundedToHalf(largest / (-kLeast / 2.0F)));
+  for (const float sign : {-1.0F, 1.0F}) {
+    for (int i = 0; i < kHalfSteps; ++i) {
+      const float codes = -kLeast - 2 + kHalfStep * static_cast<float>(i);
+      const ScaleSums sums =
+          ScaledSums<kLineBlock, kBits>(x, sign * largest / codes);
+      attempt(RoundedToHalf(sums.xq / sums.qq));
+    }
+  }
+  return best;
+}
+
+template <int kBits, int kOfGgml>
+void EncodeHalfScale(const float* x, uint8_t* block) {
+  // Two's complement becomes a distance from the lowest code, but for 8 bits.
+  constexpr int kOffset = kBits < 8 ? -LeastCode(kBits) : 0;
+  std::memset(block, 0, 2 + kLineBlock * kBits / 8);
+  const float scale = FindHalf<kBits>(x, kOfGgml);
+  PutHalf(scale, block);
+  const float inverse = InverseOf(scale);
+  int codes[kLineBlock];
+  for (size_t i = 0; i < kLineBlock; ++i) {
+    codes[i] = static_cast<int>(ScaledCode<kBits>(x[i], inverse)) + kOffset;
+  }
+  PutGgufCodes(codes, kBits, block + 2);
+}
+
 struct EncoderRow {
   absl::string_view type;
-  GgufEncoder encode;
+  GgufEncoder encoder;
 };
 constexpr EncoderRow kEncoders[] = {
-    {"q4_K", EncodeQ4K}, {"q5_K", EncodeQ5K}, {"q6_K", EncodeQ6K}};
+    {"q4_0", {8 * kMostHalf, EncodeHalfScale<4, -8>}},
+    {"q4_1", {kMostHalf, EncodeHalfLine<4>}},
+    {"q5_0", {16 * kMostHalf, EncodeHalfScale<5, -16>}},
+    {"q5_1", {kMostHalf, EncodeHalfLine<5>}},
+    {"q8_0", {0x1p21F, EncodeHalfScale<8, 127>}},
+    {"q4_K", {0x1p21F, EncodeQ4K}},
+    {"q5_K", {0x1p21F, EncodeQ5K}},
+    {"q6_K", {0x1p21F, EncodeQ6K}}};
 
 }  // namespace
 
-GgufEncoder FindGgufEncoder(const GgufType& type) {
+const GgufEncoder* FindGgufEncoder(const GgufType& type) {
   for (const EncoderRow& row : kEncoders) {
-    if (row.type == type.name) return row.encode;
+    if (row.type == type.name) return &row.encoder;
   }
   return nullptr;
+}
+
+void PutGgufCodes(const int* codes, int bits, uint8_t* bytes) {
+  if (bits == 8) {
+    for (size_t i = 0; i < kLineBlock; ++i) {
+      bytes[i] = static_cast<uint8_t>(codes[i]);
+    }
+    return;
+  }
+  if (bits == 5) {
+    for (size_t i = 0; i < kLineBlock; ++i) {
+      bytes[i / 8] |= static_cast<uint8_t>((codes[i] >> 4 & 1) << (i % 8));
+    }
+    bytes += kLineBlock / 8;
+  }
+  for (size_t i = 0; i < kLineBlock / 2; ++i) {
+    bytes[i] = static_cast<uint8_t>((codes[i] & 15) |
+                                    (codes[i + kLineBlock / 2] & 15) << 4);
+  }
 }
 
 }  // namespace quantd::files

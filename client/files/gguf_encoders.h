@@ -1,5 +1,11 @@
-// Makes blocks of those types of ggml whose scales are integers under float16
-// numbers of a super-block of 256 elements:
+// Makes blocks of ggml's types. Those of 32 elements have a float16 scale d,
+// and some a float16 minimum m:
+//
+//   q4_0, q5_0, q8_0  x' = d * code, codes of two's complement
+//   q4_1, q5_1        x' = d * code + m, codes from 0 on
+//
+// In others scales are integers under float16 numbers of a super-block of 256
+// elements:
 //
 //   q4_K, q5_K  8 blocks of 32. scale and minimum are 0 to 63; d, dmin float16
 //               x' = (d * scale) * code - dmin * minimum
@@ -17,18 +23,23 @@
 
 namespace quantd::files {
 
-// The largest magnitude that encoders take: its scale fits in float16 whatever
-// else a block has.
-constexpr float kMostGgufElement = 0x1p21F;
-
-// Writes one block: searches for the scales and minima with the least squared
-// error. The bytes depend on the elements alone: sums have a fixed order.
-// Requires: type.block_elements elements, finite, at most kMostGgufElement in
-// magnitude. Thread-safe.
-using GgufEncoder = void (*)(const float* elements, uint8_t* block);
+struct GgufEncoder {
+  // The largest magnitude that it takes: its scale and minimum fit in float16
+  // whatever else a block has.
+  float most_element;
+  // Writes one block: searches for the scales and minima with the least squared
+  // error. The bytes depend on the elements alone: sums have a fixed order.
+  // Requires: type.block_elements elements, finite, at most most_element in
+  // magnitude. Thread-safe.
+  void (*encode)(const float* elements, uint8_t* block);
+};
 
 // Null for a type that has none.
-GgufEncoder FindGgufEncoder(const GgufType& type);
+const GgufEncoder* FindGgufEncoder(const GgufType& type);
+
+// Puts 32 codes of 4, 5 or 8 bits as blocks of 32 elements have them. The bytes
+// must be 0.
+void PutGgufCodes(const int* codes, int bits, uint8_t* bytes);
 
 }  // namespace quantd::files
 

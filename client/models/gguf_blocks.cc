@@ -16,6 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "client/cpp/errors.h"
 #include "client/files/dtype.h"
@@ -40,6 +41,14 @@ struct PieceErrors {
   size_t refused = 0;
 };
 
+// What llama.cpp takes in its place where rows have no whole blocks.
+struct Fallback {
+  absl::string_view type;
+  absl::string_view other;
+};
+constexpr Fallback kFallbacks[] = {
+    {"q4_K", "q5_0"}, {"q5_K", "q5_1"}, {"q6_K", "q8_0"}};
+
 // Elements [begin, end) of a tensor.
 std::vector<float> FloatElements(const files::FileTensor& tensor, size_t begin,
                                  size_t end) {
@@ -52,7 +61,7 @@ std::vector<float> FloatElements(const files::FileTensor& tensor, size_t begin,
       double element = 0;
       std::memcpy(&element, &data[i * size], sizeof(element));
       // What does not fit is refused as infinity.
-      elements[i] = std::fabs(element) > files::kMostGgufElement
+      elements[i] = std::fabs(element) > std::numeric_limits<float>::max()
                         ? std::numeric_limits<float>::infinity()
                         : static_cast<float>(element);
     }
@@ -70,7 +79,7 @@ class BlockMaker {
   BlockMaker(const files::FileTensor& tensor, const files::GgufType& type)
       : tensor_(tensor),
         type_(type),
-        encode_(files::FindGgufEncoder(type)),
+        encoder_(*files::FindGgufEncoder(type)),
         block_elements_(static_cast<size_t>(type.block_elements)),
         block_bytes_(static_cast<size_t>(type.block_bytes)),
         element_count_(tensor.data.size() /
@@ -133,7 +142,7 @@ class BlockMaker {
     errors.refused = element_count_;
     for (size_t i = 0; i < elements.size(); ++i) {
       // Written so that NaN fails.
-      if (std::fabs(elements[i]) <= files::kMostGgufElement) continue;
+      if (std::fabs(elements[i]) <= encoder_.most_element) continue;
       errors.refused = first * block_elements_ + i;
       return errors;
     }
@@ -141,7 +150,7 @@ class BlockMaker {
     for (size_t b = first; b < end; ++b) {
       const float* const block = &elements[(b - first) * block_elements_];
       uint8_t* const bytes = &blocks_[b * block_bytes_];
-      encode_(block, bytes);
+      encoder_.encode(block, bytes);
       type_.decode(bytes, decoded.data());
       for (size_t i = 0; i < block_elements_; ++i) {
         const double error = double{decoded[i]} - double{block[i]};
@@ -159,12 +168,12 @@ class BlockMaker {
     return ArgumentInvalidError(
         absl::StrCat("element ", index, " is ", element, ", but blocks of ",
                      type_.name, " have finite ones of at most ",
-                     files::kMostGgufElement, " in magnitude"));
+                     encoder_.most_element, " in magnitude"));
   }
 
   const files::FileTensor& tensor_;
   const files::GgufType& type_;
-  const files::GgufEncoder encode_;
+  const files::GgufEncoder& encoder_;
   const size_t block_elements_;
   const size_t block_bytes_;
   const size_t element_count_;
@@ -179,10 +188,17 @@ class BlockMaker {
 
 const files::GgufType* BlockTypeFor(const SpecTemplate& spec,
                                     absl::Span<const int64_t> shape) {
-  if (spec.gguf_type.empty()) return nullptr;
-  const files::GgufType* const type = files::FindGgufType(spec.gguf_type);
   const int64_t row = shape.empty() ? 1 : shape.back();
-  return row % type->block_elements == 0 ? type : nullptr;
+  const auto fits = [row](absl::string_view name) -> const files::GgufType* {
+    const files::GgufType* const type = files::FindGgufType(name);
+    return type != nullptr && row % type->block_elements == 0 ? type : nullptr;
+  };
+  if (spec.gguf_type.empty()) return nullptr;
+  if (const files::GgufType* const type = fits(spec.gguf_type)) return type;
+  for (const Fallback& fallback : kFallbacks) {
+    if (fallback.type == spec.gguf_type) return fits(fallback.other);
+  }
+  return nullptr;
 }
 
 absl::StatusOr<std::vector<uint8_t>> MakeGgufBlocks(

@@ -1,4 +1,5 @@
-// Blocks of GGUF that quantctl makes itself: K-quants. No encoding of quantd
+// Blocks of GGUF that quantctl makes itself: q4_0 and the like, as their scales
+// and codes are searched for together, and K-quants, as no encoding of quantd
 // has their integer scales and minima.
 
 #ifndef QUANTD_CLIENT_MODELS_GGUF_BLOCKS_H_
@@ -16,8 +17,9 @@
 
 namespace quantd {
 
-// The type whose blocks a tensor becomes: SpecTemplate::gguf_type, if its rows
-// are whole blocks. Otherwise null: then SpecOf says what it becomes.
+// The type whose blocks a tensor becomes: SpecTemplate::gguf_type, or what
+// llama.cpp takes in its place where rows have no whole blocks. Null for rows
+// that have none of these either.
 const files::GgufType* BlockTypeFor(const SpecTemplate& spec,
                                     absl::Span<const int64_t> shape);
 
@@ -26,7 +28,7 @@ const files::GgufType* BlockTypeFor(const SpecTemplate& spec,
 // decode to: count, means and maxima of absolute errors, and the SQNR.
 // Requires: FindGgufEncoder(type); elements of floats, in rows of whole blocks.
 // Errors: ARGUMENT_INVALID for an element that is not finite, or above
-// kMostGgufElement in magnitude.
+// GgufEncoder::most_element in magnitude.
 absl::StatusOr<std::vector<uint8_t>> MakeGgufBlocks(
     const files::FileTensor& tensor, const files::GgufType& type,
     v1::ErrorMetrics* metrics);

@@ -22,6 +22,8 @@
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
 #include "client/cpp/text_file.h"
+#include "client/files/gguf_encoders.h"
+#include "client/files/gguf_types.h"
 
 namespace quantd {
 namespace {
@@ -51,17 +53,8 @@ bool IsMethod(absl::string_view text) {
                      [name](const Method& row) { return row.name == name; });
 }
 
-// What quantctl makes itself, and what llama.cpp takes in its place where rows
-// have no whole blocks.
-struct KQuant {
-  absl::string_view type;
-  absl::string_view fallback;
-};
-constexpr KQuant kKQuants[] = {
-    {"q4_K", "int5:group:32:scale=float16:mse"},
-    {"q5_K", "uint5:group:32:scale=float16:mse"},
-    {"q6_K", "int8:group:32:scale=float16:mse"},
-};
+// The least elements that blocks of GGUF need in a row.
+constexpr int kGgufBlock = 32;
 
 absl::Status NumberError(absl::string_view option, absl::string_view text) {
   return ArgumentInvalidError(absl::StrCat("expected a number such as ", option,
@@ -374,12 +367,10 @@ absl::StatusOr<std::vector<float>> ParseCodebook(const std::string& text) {
 
 absl::StatusOr<EncodingSpec> SpecTemplate::SpecOf(
     absl::Span<const int64_t> shape) const {
-  if (!gguf_type.empty() &&
-      (shape.size() < 2 || shape.back() % granularity.group != 0)) {
+  if (!gguf_type.empty()) {
     return ArgumentInvalidError(absl::StrCat(
-        "expected rows of a multiple of ", granularity.group, " elements for ",
-        gguf_type, ", got ", shape.empty() ? 1 : shape.back(), " in ",
-        shape.size(), " dimensions"));
+        "expected rows of a multiple of ", kGgufBlock, " elements for ",
+        gguf_type, ", got ", shape.empty() ? 1 : shape.back()));
   }
   const absl::StatusOr<std::vector<int64_t>> block_size =
       BlockSizeOf(granularity, shape);
@@ -541,15 +532,17 @@ absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text) {
 }
 
 absl::StatusOr<SpecTemplate> ParseSpecOrGgufType(absl::string_view text) {
-  for (const KQuant& row : kKQuants) {
-    if (absl::EqualsIgnoreCase(text, row.type)) {
-      absl::StatusOr<SpecTemplate> spec = ParseSpec(row.fallback);
-      if (spec.ok()) spec->gguf_type = std::string(row.type);
+  for (const files::GgufType& type : files::GgufTypes()) {
+    if (files::FindGgufEncoder(type) == nullptr) continue;
+    if (absl::EqualsIgnoreCase(text, type.name)) {
+      SpecTemplate spec;
+      spec.gguf_type = std::string(type.name);
       return spec;
     }
-    if (absl::StartsWithIgnoreCase(text, absl::StrCat(row.type, ":"))) {
-      return ArgumentInvalidError(absl::StrCat(
-          "expected ", row.type, " alone, which says all, got \"", text, "\""));
+    if (absl::StartsWithIgnoreCase(text, absl::StrCat(type.name, ":"))) {
+      return ArgumentInvalidError(absl::StrCat("expected ", type.name,
+                                               " alone, which says all, got \"",
+                                               text, "\""));
     }
   }
   return ParseSpec(text);

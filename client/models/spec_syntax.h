@@ -96,13 +96,13 @@ struct SpecTemplate {
   // Without a block size.
   EncodingSpec spec;
   Granularity granularity;
-  // "q4_K", "q5_K" or "q6_K" for what becomes blocks of GGUF that quantctl
-  // makes itself, in rows of whole blocks; in other rows `spec` counts, as in
-  // llama.cpp. Empty for what the server quantizes.
+  // "q4_0", "q4_K" and others for what becomes blocks of GGUF that quantctl
+  // makes itself; then it says all, and BlockTypeFor what rows become. Empty
+  // for what the server quantizes.
   std::string gguf_type;
 
-  // Errors: as BlockSizeOf; ARGUMENT_INVALID with a gguf_type for rows that are
-  // no whole blocks of `spec` either.
+  // Errors: as BlockSizeOf; ARGUMENT_INVALID with a gguf_type: rows for which
+  // BlockTypeFor has none become nothing else.
   absl::StatusOr<EncodingSpec> SpecOf(absl::Span<const int64_t> shape) const;
   // The spec for tensors of any shape.
   // Errors: ARGUMENT_INVALID for per-tensor with a format of blocks.

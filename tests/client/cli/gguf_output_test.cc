@@ -58,6 +58,7 @@ TEST(GgufOutputTest, FilesHaveTheNumbersOfLlamaCpp) {
   EXPECT_EQ(GgufFileType(*files::FindGgufType("q5_K")), 16u);
   EXPECT_EQ(GgufFileType(*files::FindGgufType("q6_K")), 18u);
   EXPECT_EQ(GgufFileType(*files::FindGgufType("q2_K")), 0u);
+  EXPECT_TRUE(absl::StrContains(GgufSpecs(), "q4_0, q4_1, q5_0, q5_1, q8_0"));
   EXPECT_TRUE(absl::StrContains(GgufSpecs(), "q4_K"));
 }
 

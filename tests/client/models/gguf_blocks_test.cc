@@ -68,7 +68,7 @@ TEST(GgufBlocksTest, AreThoseOfTheEncoderOneByOne) {
   double largest = 0;
   for (size_t b = 0; b < kCount / 256; ++b) {
     std::vector<uint8_t> block(block_bytes);
-    files::FindGgufEncoder(type)(&numbers[b * 256], block.data());
+    files::FindGgufEncoder(type)->encode(&numbers[b * 256], block.data());
     ASSERT_EQ(std::memcmp(&blocks[b * block_bytes], block.data(), block_bytes),
               0)
         << b;
@@ -94,8 +94,16 @@ TEST(GgufBlocksTest, AreForRowsOfWholeBlocks) {
        {std::vector<int64_t>{3, 512}, {256}, {2, 0}}) {
     EXPECT_EQ(BlockTypeFor(*spec, shape), files::FindGgufType("q6_K"));
   }
+  EXPECT_EQ(BlockTypeFor(*spec, {256, 96}), files::FindGgufType("q8_0"));
+  EXPECT_EQ(BlockTypeFor(*ParseSpecOrGgufType("q4_K"), {32}),
+            files::FindGgufType("q5_0"));
+  EXPECT_EQ(BlockTypeFor(*ParseSpecOrGgufType("q5_K"), {2, 32}),
+            files::FindGgufType("q5_1"));
+  EXPECT_EQ(BlockTypeFor(*ParseSpecOrGgufType("q4_0"), {2, 96}),
+            files::FindGgufType("q4_0"));
+  EXPECT_EQ(BlockTypeFor(*ParseSpecOrGgufType("q4_0"), {96, 40}), nullptr);
   for (const std::vector<int64_t>& shape :
-       {std::vector<int64_t>{256, 96}, {100}, {}}) {
+       {std::vector<int64_t>{256, 40}, {100}, {}}) {
     EXPECT_EQ(BlockTypeFor(*spec, shape), nullptr);
   }
   EXPECT_EQ(BlockTypeFor(*ParseSpecOrGgufType("int8"), {3, 512}), nullptr);
@@ -136,6 +144,17 @@ TEST(GgufBlocksTest, HaveNoPlaceForWhatIsNotFinite) {
     EXPECT_TRUE(absl::StrContains(status.message(), "element 40000 is"))
         << status;
   }
+  // A minimum in float16 has no more.
+  std::vector<float> numbers = Numbers<float>();
+  numbers[7] = 65505;
+  const files::FileTensor tensor = TensorOf(files::Dtype::kF32, numbers);
+  EXPECT_TRUE(absl::StrContains(
+      MakeGgufBlocks(tensor, *files::FindGgufType("q5_1"), &metrics)
+          .status()
+          .message(),
+      "q5_1 have finite ones of at most 65504"));
+  EXPECT_TRUE(
+      MakeGgufBlocks(tensor, *files::FindGgufType("q5_0"), &metrics).ok());
   std::vector<double> doubles = Numbers<double>();
   doubles[3] = 1e300;
   EXPECT_FALSE(MakeGgufBlocks(TensorOf(files::Dtype::kF64, doubles),

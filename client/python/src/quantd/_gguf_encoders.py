@@ -1,9 +1,10 @@
-"""Makes blocks of q4_K, q5_K and q6_K, the same bytes as
-client/files/gguf_encoders.cc, which says more: sums and roundings are in the
-same order, in float32 but for what a super-block shares."""
+"""Makes blocks of GGUF, the same bytes as client/files/gguf_encoders.cc, which
+says more: sums and roundings are in the same order, in float32 but for what a
+super-block shares."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Callable
 
 import numpy as np
@@ -13,10 +14,9 @@ from quantd.tensor import Array
 # Operators of numpy have no type.
 _Reals = Any
 
-MOST_ELEMENT = 2.0 ** 21
 _SUPER_BLOCK = 256
-# Super-blocks at once, so that temporary arrays stay small.
-_BATCH = 256
+# Elements at once, so that temporary arrays stay small.
+_BATCH = 256 * _SUPER_BLOCK
 _LANES = 8
 _ROUNDER = np.float32(1.5 * 2 ** 23)
 _LEAST_RANGE = np.float32(2.0 ** -60)
@@ -25,6 +25,10 @@ _ROUNDS = 4
 _LINE_BLOCK = 32
 _SCALE_BLOCK = 16
 _MOST_SIX_BITS = 63
+# Of searches whose scales are stored in float16.
+_HALF_STEPS = 7
+_HALF_STEP = np.float32(0.5)
+_HALF_FITS = 2
 
 
 def _sum(terms: _Reals) -> _Reals:
@@ -70,8 +74,32 @@ def _largest(reals: _Reals) -> _Reals:
     return reals[np.arange(len(reals)), np.abs(reals).argmax(axis=1)]
 
 
+class _Best:
+    """What has the least error of each row, of what was offered."""
+
+    def __init__(self, error: _Reals, *values: _Reals) -> None:
+        self._error = error
+        self.values = values
+
+    def offer(self, error: _Reals, *values: _Reals) -> None:
+        better = error < self._error
+        self._error = np.where(better, error, self._error)
+        self.values = tuple(np.where(better, new, old)
+                            for new, old in zip(values, self.values))
+
+
+def packed_codes(codes: Array, bits: int) -> list[Array]:
+    """Of blocks of 32 codes of 4, 5 or 8 bits."""
+    if bits == 8:
+        return [codes]
+    high = [np.packbits(codes >> 4, axis=1, bitorder="little")]
+    half = _LINE_BLOCK // 2
+    return (high if bits == 5 else []) + [
+        codes[:, :half] & 15 | (codes[:, half:] & 15) << 4]
+
+
 class _Lines:
-    """q4_K and q5_K: x' = scale * code - minimum, of rows of blocks."""
+    """x' = scale * code - minimum, of rows of blocks."""
 
     def __init__(self, x: _Reals, most: int) -> None:
         self._x = x.reshape(-1, _LINE_BLOCK)
@@ -110,16 +138,11 @@ class _Lines:
         low = np.minimum(self._x.min(axis=1), np.float32(0))
         high = np.maximum(self._x.max(axis=1), low)
         has_range = high - low > _LEAST_RANGE
-        best = [np.zeros_like(low), np.zeros_like(low)]
-        least = np.full_like(low, np.inf)
+        none = np.zeros_like(low)
+        best = _Best(np.full_like(low, np.inf), none, none)
 
         def attempt(scale: _Reals, minimum: _Reals) -> None:
-            nonlocal least
-            error = self._error(scale, minimum)
-            better = error < least
-            least = np.where(better, error, least)
-            best[0] = np.where(better, scale, best[0])
-            best[1] = np.where(better, minimum, best[1])
+            best.offer(self._error(scale, minimum), scale, minimum)
 
         span = np.where(has_range, high - low, np.float32(1))
         for n in range(33):
@@ -127,9 +150,51 @@ class _Lines:
                 n)
             attempt(*self._fit(span / codes, -low))
         for _ in range(4):
-            attempt(*self._fit(*best))
-        return (np.where(has_range, best[0], np.float32(0)),
-                np.where(has_range, best[1], -low))
+            attempt(*self._fit(*best.values))
+        scale, minimum = best.values
+        return (np.where(has_range, scale, np.float32(0)),
+                np.where(has_range, minimum, -low))
+
+    def _even(self) -> tuple[_Reals, _Reals]:
+        """The line of each block whose upper end is a power of two."""
+        low = np.minimum(self._x.min(axis=1), np.float32(0))
+        high = np.maximum(self._x.max(axis=1), low)
+        scale = (high - low) / np.float32((self._most + 1) // 2)
+        return np.where(high - low > _LEAST_RANGE, scale, np.float32(0)), -low
+
+    def _fit_halves(self, scale: _Reals, minimum: _Reals
+                    ) -> tuple[_Reals, _Reals]:
+        q, qq, x, xq = self._sums(scale, minimum)
+        determinant = np.float32(_LINE_BLOCK) * qq - q * q
+        with np.errstate(all="ignore"):
+            minimum = _to_half(np.where(
+                determinant > 0, (q * xq - qq * x) / determinant, minimum))
+            return _to_half(np.where(
+                qq > 0, (xq + minimum * q) / qq, scale)), minimum
+
+    def find_halves(self) -> tuple[_Reals, ...]:
+        """scale, minimum of each block, as float16 has them."""
+        low = self._x.min(axis=1)
+        span = self._x.max(axis=1) - low
+        none = np.zeros_like(low), _to_half(-low)
+        best = _Best(self._error(*none), *none)
+
+        def attempt(scale: _Reals, minimum: _Reals) -> None:
+            best.offer(self._error(scale, minimum), scale, minimum)
+
+        has_range = span > _LEAST_RANGE
+        span = np.where(has_range, span, np.float32(1))
+        least = span / np.float32(self._most)
+        even = span / np.float32((self._most + 1) // 2)
+        for scale in (_to_half(least), _to_half_above(least), _to_half(even)):
+            attempt(scale, _to_half(-low))
+        for n in range(_HALF_STEPS):
+            codes = np.float32(self._most - 2) + _HALF_STEP * np.float32(n)
+            attempt(*self._fit_halves(span / codes, -low))
+        for _ in range(_HALF_FITS):
+            attempt(*self._fit_halves(*best.values))
+        return tuple(np.where(has_range, found, flat)
+                     for found, flat in zip(best.values, none))
 
     def _choose(self, lines: tuple[_Reals, _Reals], d: _Reals, dmin: _Reals
                 ) -> tuple[_Reals, ...]:
@@ -174,10 +239,19 @@ class _Lines:
     def find(self) -> tuple[_Reals, ...]:
         """d, dmin of super-blocks; scale, minimum of blocks."""
         parts = _SUPER_BLOCK // _LINE_BLOCK
+
+        def shared(lines: tuple[_Reals, _Reals], most: int
+                   ) -> tuple[_Reals, ...]:
+            return tuple(_to_half_above(line.reshape(-1, parts).max(axis=1) /
+                                        np.float32(most)) for line in lines)
+
+        even = self._even()
+        even_d, even_dmin = shared(even, (_MOST_SIX_BITS + 1) // 2)
+        even_scale, even_minimum, even_error = self._choose(
+            even, even_d, even_dmin)
+        is_even = _total(self._error(*even), parts) == 0
         lines = self._find()
-        d, dmin = (_to_half_above(line.reshape(-1, parts).max(axis=1) /
-                                  np.float32(_MOST_SIX_BITS))
-                   for line in lines)
+        d, dmin = shared(lines, _MOST_SIX_BITS)
         best = [np.zeros_like(d), np.zeros_like(d),
                 np.zeros_like(lines[0]), np.zeros_like(lines[0])]
         least = np.full(len(d), np.inf)
@@ -194,7 +268,12 @@ class _Lines:
             next_d, next_dmin = self._fit_shared(scale, minimum, d, dmin)
             goes_on = goes_on & ((next_d != d) | (next_dmin != dmin))
             d, dmin = next_d, next_dmin
-        return tuple(best)
+        is_even &= even_error <= least
+        in_blocks = np.repeat(is_even, parts)
+        return (np.where(is_even, even_d, best[0]),
+                np.where(is_even, even_dmin, best[1]),
+                np.where(in_blocks, even_scale, best[2]),
+                np.where(in_blocks, even_minimum, best[3]))
 
 
 def _total(terms: _Reals, parts: int) -> _Reals:
@@ -236,14 +315,32 @@ def _encode_q5_k(x: _Reals) -> list[Array]:
     return _encode_lines(x, 31)
 
 
-class _Scales:
-    """q6_K: x' = scale * code, of rows of blocks."""
+def _encode_half_lines(x: _Reals, bits: int) -> list[Array]:
+    lines = _Lines(x, (1 << bits) - 1)
+    scale, minimum = lines.find_halves()
+    return [_half_bytes(scale), _half_bytes(-minimum), *packed_codes(
+        lines.codes(scale, minimum).astype(np.uint8), bits)]
 
-    def __init__(self, x: _Reals) -> None:
-        self._x = x.reshape(-1, _SCALE_BLOCK)
+
+def _encode_q4_1(x: _Reals) -> list[Array]:
+    return _encode_half_lines(x, 4)
+
+
+def _encode_q5_1(x: _Reals) -> list[Array]:
+    return _encode_half_lines(x, 5)
+
+
+class _Scales:
+    """x' = scale * code, of rows of blocks; codes of two's complement."""
+
+    def __init__(self, x: _Reals, block: int, bits: int) -> None:
+        self._x = x.reshape(-1, block)
+        # Of the lowest code.
+        self._least = -(1 << bits - 1)
 
     def codes(self, scale: _Reals) -> _Reals:
-        return _code(self._x * _inverse(scale)[:, None], -32, 31)
+        return _code(self._x * _inverse(scale)[:, None], self._least,
+                     -self._least - 1)
 
     def _error(self, scale: _Reals) -> _Reals:
         error = self._x - scale[:, None] * self.codes(scale)
@@ -257,27 +354,59 @@ class _Scales:
         largest = _largest(self._x)
         has_scale = np.abs(largest) > _LEAST_RANGE
         largest = np.where(has_scale, largest, np.float32(1))
-        best = np.zeros_like(largest)
-        least = np.full_like(largest, np.inf)
+        best = _Best(np.full_like(largest, np.inf), np.zeros_like(largest))
         for sign in (-1, 1):
             for n in range(21):
                 codes = np.float32(29) + np.float32(0.25) * np.float32(n)
                 qq, xq = self._sums(np.float32(sign) * largest / codes)
                 with np.errstate(all="ignore"):
                     scale = np.where(has_scale, xq / qq, np.float32(1))
-                error = self._error(scale)
-                better = error < least
-                least = np.where(better, error, least)
-                best = np.where(better, scale, best)
-        return np.where(has_scale, best, np.float32(0))
+                best.offer(self._error(scale), scale)
+        return np.where(has_scale, best.values[0], np.float32(0))
+
+    def find_halves(self, of_ggml: int) -> _Reals:
+        """The scale of each block, as float16 has it; of_ggml: the code that
+        the largest element has there."""
+        largest = _largest(self._x)
+        has_scale = np.abs(largest) > _LEAST_RANGE
+        largest = np.where(has_scale, largest, np.float32(1))
+        none = np.zeros_like(largest)
+        best = _Best(self._error(none), none)
+
+        def attempt(scale: _Reals) -> None:
+            best.offer(self._error(scale), scale)
+
+        least = np.abs(largest) / np.float32(-self._least - 1)
+        even = largest / np.float32(-self._least // 2)
+        for scale in (_to_half(largest / np.float32(of_ggml)),
+                      _to_half_above(least), _to_half(even)):
+            attempt(scale)
+        for sign in (-1, 1):
+            for n in range(_HALF_STEPS):
+                codes = (np.float32(-self._least - 2) +
+                         _HALF_STEP * np.float32(n))
+                qq, xq = self._sums(np.float32(sign) * largest / codes)
+                with np.errstate(all="ignore"):
+                    attempt(_to_half(xq / qq))
+        return np.where(has_scale, best.values[0], none)
 
     def find(self) -> tuple[_Reals, _Reals]:
         """d of super-blocks; scale of blocks."""
         parts = _SUPER_BLOCK // _SCALE_BLOCK
+
+        def shared(scales: _Reals) -> _Reals:
+            largest = _largest(scales.reshape(-1, parts))
+            d = _to_half_above(np.abs(largest) / np.float32(128))
+            return np.where(largest > 0, -d, d)
+
+        largest = np.abs(self._x).max(axis=1)
+        even = np.where(largest > _LEAST_RANGE,
+                        largest / np.float32(-self._least // 2), np.float32(0))
+        even_d = shared(even)
+        even_scale, even_error = self._choose(even, even_d)
+        is_even = _total(self._error(even), parts) == 0
         scales = self._find()
-        largest = _largest(scales.reshape(-1, parts))
-        d = _to_half_above(np.abs(largest) / np.float32(128))
-        d = np.where(largest > 0, -d, d)
+        d = shared(scales)
         best = [np.zeros_like(d), np.zeros_like(scales)]
         least = np.full(len(d), np.inf)
         goes_on = np.ones(len(d), bool)
@@ -295,7 +424,9 @@ class _Scales:
                 fit = np.where(aa > 0, _to_half(xa / aa), d)
             goes_on = goes_on & (fit != d)
             d = fit
-        return best[0], best[1]
+        is_even &= even_error <= least
+        return (np.where(is_even, even_d, best[0]),
+                np.where(np.repeat(is_even, parts), even_scale, best[1]))
 
     def _choose(self, scales: _Reals, d: _Reals) -> tuple[_Reals, _Reals]:
         parts = _SUPER_BLOCK // _SCALE_BLOCK
@@ -313,7 +444,7 @@ class _Scales:
 
 
 def _encode_q6_k(x: _Reals) -> list[Array]:
-    scales = _Scales(x)
+    scales = _Scales(x, _SCALE_BLOCK, 6)
     d, scale = scales.find()
     parts = _SUPER_BLOCK // _SCALE_BLOCK
     codes = (scales.codes(np.repeat(d, parts) * scale) + 32).astype(
@@ -327,14 +458,53 @@ def _encode_q6_k(x: _Reals) -> list[Array]:
             _half_bytes(d)]
 
 
-ENCODERS: dict[str, Callable[[_Reals], list[Array]]] = {
-    "q4_K": _encode_q4_k, "q5_K": _encode_q5_k, "q6_K": _encode_q6_k}
+def _encode_half_scales(x: _Reals, bits: int, of_ggml: int) -> list[Array]:
+    scales = _Scales(x, _LINE_BLOCK, bits)
+    scale = scales.find_halves(of_ggml)
+    # Two's complement becomes a distance from the lowest code, but for 8 bits.
+    codes = scales.codes(scale).astype(np.int16) + (
+        1 << bits - 1 if bits < 8 else 0)
+    return [_half_bytes(scale), *packed_codes(codes.astype(np.uint8), bits)]
+
+
+def _encode_q4_0(x: _Reals) -> list[Array]:
+    return _encode_half_scales(x, 4, -8)
+
+
+def _encode_q5_0(x: _Reals) -> list[Array]:
+    return _encode_half_scales(x, 5, -16)
+
+
+def _encode_q8_0(x: _Reals) -> list[Array]:
+    return _encode_half_scales(x, 8, 127)
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """most_element: the largest magnitude that it takes."""
+
+    block: int
+    most_element: float
+    encode: Callable[[_Reals], list[Array]]
+
+
+ENCODERS = {
+    "q4_0": Encoder(_LINE_BLOCK, 8 * _MOST_HALF, _encode_q4_0),
+    "q4_1": Encoder(_LINE_BLOCK, _MOST_HALF, _encode_q4_1),
+    "q5_0": Encoder(_LINE_BLOCK, 16 * _MOST_HALF, _encode_q5_0),
+    "q5_1": Encoder(_LINE_BLOCK, _MOST_HALF, _encode_q5_1),
+    "q8_0": Encoder(_LINE_BLOCK, 2 ** 21, _encode_q8_0),
+    "q4_K": Encoder(_SUPER_BLOCK, 2 ** 21, _encode_q4_k),
+    "q5_K": Encoder(_SUPER_BLOCK, 2 ** 21, _encode_q5_k),
+    "q6_K": Encoder(_SUPER_BLOCK, 2 ** 21, _encode_q6_k)}
 
 
 def encode(elements: Array, kind: str) -> Array:
     """Blocks, a row each, of float32 elements in rows of whole blocks, finite
-    and at most MOST_ELEMENT in magnitude."""
-    rows = elements.reshape(-1, _SUPER_BLOCK)
+    and at most most_element in magnitude."""
+    encoder = ENCODERS[kind]
+    rows = elements.reshape(-1, encoder.block)
+    count = _BATCH // encoder.block
     return np.concatenate([
-        np.concatenate(ENCODERS[kind](rows[begin:begin + _BATCH]), axis=1)
-        for begin in range(0, len(rows), _BATCH)])
+        np.concatenate(encoder.encode(rows[begin:begin + count]), axis=1)
+        for begin in range(0, len(rows), count)])

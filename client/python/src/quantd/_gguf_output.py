@@ -105,18 +105,14 @@ def quantized_item(name: str, tensor: QuantizedTensor) -> GgufItem:
     elif zero_point.any():
         raise errors.argument_invalid(
             f"tensor {name!r}: {row.type} has no zero points")
-    if info.bits == 5:
-        parts.append(np.packbits(values >> 4, axis=1, bitorder="little"))
-    half = _BLOCK // 2
-    parts.append(values if info.bits == 8 else
-                 values[:, :half] & 15 | (values[:, half:] & 15) << 4)
+    parts += _gguf_encoders.packed_codes(values, info.bits)
     return GgufItem(name, _NUMBERS[row.type], tensor.shape,
                     np.concatenate(parts, axis=1))
 
 
 def blocks_item(path: str, name: str, kind: str, dtype: str, array: Array
                 ) -> GgufItem:
-    """Blocks of a type that no encoding has, made of reals here.
+    """Blocks that are made of reals here.
 
     Raises: ARGUMENT_INVALID; FILE_UNSUPPORTED for a name or a shape that the
         file cannot have.
@@ -124,13 +120,13 @@ def blocks_item(path: str, name: str, kind: str, dtype: str, array: Array
     def refuse(what: str) -> errors.QuantdError:
         return errors.argument_invalid(f"tensor {name!r}: {what}", "gguf_types")
 
-    if kind not in _gguf_encoders.ENCODERS:
+    encoder = _gguf_encoders.ENCODERS.get(kind)
+    if encoder is None:
         raise refuse("expected one of " +
                      ", ".join(_gguf_encoders.ENCODERS) + f", got {kind!r}")
-    row = _gguf.TYPES[_NUMBERS[kind]].block_elements
-    if not array.shape or array.shape[-1] % row:
-        raise refuse(f"expected rows of whole blocks of {row} elements, as "
-                     f"{kind} has, got the shape {array.shape}")
+    if not array.shape or array.shape[-1] % encoder.block:
+        raise refuse(f"expected rows of whole blocks of {encoder.block} "
+                     f"elements, as {kind} has, got the shape {array.shape}")
     if dtype not in _files.ELEMENT_TYPES:
         raise refuse(f"expected reals, got {dtype}")
     _check(path, name, array.shape)
@@ -140,9 +136,9 @@ def blocks_item(path: str, name: str, kind: str, dtype: str, array: Array
              if dtype == "BF16" else array.astype(np.float32)
              if dtype == "F16" else array)
     # Written so that NaN fails.
-    if not (np.abs(reals) <= _gguf_encoders.MOST_ELEMENT).all():
+    if not (np.abs(reals) <= encoder.most_element).all():
         raise refuse("expected finite elements of at most "
-                     f"{_gguf_encoders.MOST_ELEMENT:.0f} in magnitude, as "
+                     f"{encoder.most_element:.0f} in magnitude, as "
                      f"{kind} has")
     return GgufItem(name, _NUMBERS[kind], array.shape, _gguf_encoders.encode(
         reals.astype(np.float32), kind))

@@ -194,10 +194,10 @@ def save(path: Path,
     element_types: "bfloat16" of arrays of uint16 that are that.
     gguf_metadata: of a .gguf file: another one, whose metadata it gets. Without
         metadata of a model llama.cpp does not load it.
-    gguf_types: of a .gguf file: "q4_K", "q5_K" or "q6_K", by the names of arrays
-        and tensors of torch, for blocks of these types: the bytes that quantctl
-        makes. It takes one to two seconds for a million elements; quantctl
-        takes much less.
+    gguf_types: of a .gguf file: "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_K",
+        "q5_K" or "q6_K", by the names of arrays and tensors of torch, for
+        blocks of these types: the bytes that quantctl makes. It takes up to two
+        seconds for a million elements; quantctl takes much less.
 
     Raises: FILE_EXISTS, FILE_UNWRITABLE, ARGUMENT_INVALID; FILE_UNSUPPORTED for
         what GGUF has no place for.
