@@ -98,22 +98,28 @@ void Housekeeper::Start() {
 }
 
 void Housekeeper::Work() {
-  absl::Duration next_look = options_.steady_clock();
+  absl::Duration next_usage = options_.steady_clock();
+  absl::Duration next_look = next_usage;
   do {
-    LookAtUsage();
+    if (options_.steady_clock() >= next_usage) {
+      LookAtUsage();
+      next_usage = options_.steady_clock() + options_.usage_interval;
+    }
     LookAtSpace();
     if (options_.steady_clock() >= next_look) {
       LookAtRevisions();
       next_look = options_.steady_clock() + options_.retention_interval;
     }
   } while (!stopping_.WaitFor(
-      std::min(options_.usage_interval, options_.retention_interval)));
+      std::min(options_.space_interval, options_.retention_interval)));
 }
 
 void Housekeeper::LookAtUsage() {
   const absl::StatusOr<Usage> all = keeper_->ReadUsage(kAllModels);
   if (!all.ok()) return;
   metrics_->StoreUsage(all->bytes, all->rows);
+  const absl::StatusOr<DatabaseSize> size = keeper_->ReadSize();
+  if (size.ok()) metrics_->StoreSize(size->size_bytes, size->free_bytes);
   const std::shared_ptr<const AccessList> access = access_();
   double fullest = 0;
   if (access != nullptr) {
@@ -150,8 +156,6 @@ void Housekeeper::LookAtSpace() {
   };
   repeat([&] { return keeper_->FreeStep(options_.staged_age); });
   repeat([&] { return keeper_->Shrink(); });
-  const absl::StatusOr<DatabaseSize> size = keeper_->ReadSize();
-  if (size.ok()) metrics_->StoreSize(size->size_bytes, size->free_bytes);
 }
 
 bool Housekeeper::ClockIsSound() {

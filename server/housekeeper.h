@@ -40,6 +40,9 @@ class Housekeeper {
   struct Options {
     // Between two looks at what is used.
     absl::Duration usage_interval = absl::Seconds(15);
+    // Between two looks at what can be freed: what is replaced meanwhile takes
+    // space that no quota counts.
+    absl::Duration space_interval = absl::Seconds(1);
     // Between two looks at what is kept.
     absl::Duration retention_interval = absl::Hours(1);
     // After which an encoding that is still being written is given up, unless
@@ -63,11 +66,12 @@ class Housekeeper {
 
   void Start();
 
-  // Tells what is used, and in the log when a quota is nearly used up.
+  // Tells what is used and what the store takes on disk, and in the log when a
+  // quota is nearly used up.
   void LookAtUsage();
 
   // Frees what deleted encodings and statistics have left, in steps between
-  // which others write, and tells what the store takes on disk.
+  // which others write.
   void LookAtSpace();
 
   // Deletes the revisions that the rules no longer keep, each logged, and

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/random/random.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -338,11 +339,31 @@ class ImportEncodingsCall final : public EncodingCall {
     if (absl::Status s = CompleteAll(&*parsed); !s.ok()) return s;
     Answer(*parsed);
     if (is_dry_run_) return absl::OkStatus();
+    if (parsed->encodings.empty()) return absl::OkStatus();
+    // All of them or none.
+    const std::string draft = absl::StrCat(
+        "import-",
+        absl::Hex(absl::Uniform<uint64_t>(random_), absl::kZeroPad16));
+    absl::Status status = PutAll(draft, &*parsed);
+    if (status.ok()) {
+      status = caller()
+                   .encodings
+                   ->PublishRevision(model_, draft, revision_,
+                                     /*keep_others=*/true)
+                   .status();
+    }
+    if (!status.ok()) {
+      caller().encodings->DeleteRevision(model_, draft).status().IgnoreError();
+    }
+    return status;
+  }
+
+  absl::Status PutAll(const std::string& revision, ParsedEncodings* parsed) {
     const Precondition put = MadeOfFile(env(), response_.format());
     for (PendingEncoding& pending : parsed->encodings) {
       if (absl::Status s = CheckGoesOn(); !s.ok()) return s;
       const absl::StatusOr<StoredEncoding> stored = caller().encodings->Put(
-          {model_, revision_, pending.tensor},
+          {model_, revision, pending.tensor},
           std::make_shared<const core::Encoding>(std::move(pending.encoding)),
           put);
       if (!stored.ok()) return stored.status();
@@ -437,6 +458,7 @@ class ImportEncodingsCall final : public EncodingCall {
   InterchangeFormat format_ = InterchangeFormat::kUnspecified;
   bool is_dry_run_ = false;
   HintTable hints_;
+  absl::BitGen random_;
   int64_t hint_bytes_ = 0;
   // The file, what it takes, and what of that is known to the queue.
   std::vector<std::string> pieces_;

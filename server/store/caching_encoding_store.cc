@@ -18,9 +18,6 @@
 namespace quantd::server {
 namespace {
 
-// Reading a larger one takes little beside what is done with it.
-constexpr int64_t kMostCachedBytes = int64_t{256} << 10;
-
 // The encoding, the key twice (list and index), the etag, and what the
 // allocator and the containers add, rounded up.
 int64_t CostBytes(const EncodingKey& key, const StoredEncoding& stored) {
@@ -380,7 +377,9 @@ void CachingEncodingStore::Insert(Shard& shard, const EncodingKey& key,
                                   bool is_in_doubt) {
   Erase(shard, key);
   const int64_t cost_bytes = CostBytes(key, stored);
-  if (cost_bytes > std::min(shard_cap_bytes_, kMostCachedBytes)) return;
+  // One that is large is kept as well, for when the inner store is away, but
+  // not in the place of all others.
+  if (cost_bytes > shard_cap_bytes_ / 2) return;
   int64_t evicted = 0;
   while (shard.bytes + cost_bytes > shard_cap_bytes_) {
     // A copy, because erasing destroys the key in the entry.

@@ -119,9 +119,14 @@ constexpr char kSchema[] = R"sql(
     PRIMARY KEY (content_id, piece)
   );
   ALTER TABLE encoding_pieces ALTER COLUMN bytes SET STORAGE EXTERNAL;
+  -- Those that are being written; their pieces count for whoever writes.
   CREATE TABLE staged_contents (
     content_id BIGINT NOT NULL PRIMARY KEY,
-    touch_time_us BIGINT NOT NULL
+    touch_time_us BIGINT NOT NULL,
+    model TEXT COLLATE "C" NOT NULL,
+    principal TEXT COLLATE "C" NOT NULL,
+    slot BIGINT NOT NULL,
+    bytes BIGINT NOT NULL
   );
   CREATE TABLE lost_contents (
     content_id BIGINT NOT NULL PRIMARY KEY
@@ -231,7 +236,7 @@ constexpr char kSchema[] = R"sql(
       ON CONFLICT (scope, slot) DO UPDATE SET
         row_count = counted.row_count + excluded.row_count,
         bytes = counted.bytes + excluded.bytes;
-    IF more_rows < 0 THEN
+    IF more_bytes < 0 THEN
       DELETE FROM usage_counts
         WHERE slot = of_slot AND row_count = 0 AND bytes = 0
           AND scope IN (
@@ -254,6 +259,24 @@ constexpr char kSchema[] = R"sql(
   END $$;
   CREATE TRIGGER usage_change INSTEAD OF INSERT ON usage_changes
     FOR EACH ROW EXECUTE FUNCTION quantd_change_usage();
+
+  CREATE FUNCTION quantd_count_staged() RETURNS TRIGGER
+  LANGUAGE plpgsql AS $$
+  BEGIN
+    IF TG_OP = 'DELETE' THEN
+      PERFORM quantd_count_usage(OLD.model, OLD.principal, OLD.slot, 0,
+        -OLD.bytes);
+    ELSIF TG_OP = 'UPDATE' THEN
+      PERFORM quantd_count_usage(NEW.model, NEW.principal, NEW.slot, 0,
+        NEW.bytes - OLD.bytes);
+    ELSE
+      PERFORM quantd_count_usage(NEW.model, NEW.principal, NEW.slot, 0,
+        NEW.bytes);
+    END IF;
+    RETURN NULL;
+  END $$;
+  CREATE TRIGGER staged_contents_count AFTER INSERT OR UPDATE OR DELETE
+    ON staged_contents FOR EACH ROW EXECUTE FUNCTION quantd_count_staged();
 
   -- Counts for the scopes and for the set, unless it is lost.
   CREATE FUNCTION quantd_count(

@@ -101,10 +101,11 @@ constexpr char kListEncodingRevisions[] =
 
 // Contents that are being written.
 constexpr char kStage[] =
-    "INSERT INTO staged_contents (content_id, touch_time_us) VALUES ($1, $2)";
+    "INSERT INTO staged_contents (content_id, touch_time_us, bytes, model, "
+    "principal, slot) VALUES ($1, $2, $3, $4, $5, $6)";
 constexpr char kTouchStaged[] =
-    "UPDATE staged_contents SET touch_time_us = $1 WHERE content_id = $2 "
-    "RETURNING content_id";
+    "UPDATE staged_contents SET touch_time_us = $1, bytes = bytes + $2 "
+    "WHERE content_id = $3 RETURNING content_id";
 constexpr char kEndStaged[] =
     "DELETE FROM staged_contents WHERE content_id = $1 RETURNING content_id";
 // Pieces that no encoding has, and that nobody is to free.
@@ -598,9 +599,9 @@ class SqlEncodingWriter final : public EncodingWriter {
       head_.scale_count =
           scale_pieces_ * layout_.scales_per_piece() +
           static_cast<int64_t>(scale_.size()) / layout_.scale_bytes;
-      if (absl::Status s = Stage(connection, /*is_last=*/true); !s.ok()) {
-        return s;
-      }
+      // Before any count, as all do.
+      if (absl::Status s = connection.LockTensor(key_); !s.ok()) return s;
+      if (absl::Status s = EndStage(connection); !s.ok()) return s;
       if (!outer_scale_.empty()) {
         absl::Status status =
             Write(connection, -1 - outer_pieces_, outer_scale_);
@@ -657,9 +658,14 @@ class SqlEncodingWriter final : public EncodingWriter {
     const Content before = content_;
     const auto write = [&](SqlConnection& connection) -> absl::Status {
       content_ = before;
-      absl::Status status = Stage(connection, /*is_last=*/false);
+      const auto size = static_cast<int64_t>(bytes.size());
+      absl::Status status = Stage(connection, size);
       if (status.ok()) status = Write(connection, piece, bytes);
-      return status.ok() ? CheckStagedQuotas() : status;
+      if (!status.ok()) return status;
+      // Of bytes alone: the row comes with Finish.
+      const WriteAccount& account = precondition_.account;
+      return CheckQuotas(connection, account, {true, account.principal, 0},
+                         size);
     };
     absl::Status status = database_->Write(write);
     if (!status.ok()) {
@@ -670,27 +676,45 @@ class SqlEncodingWriter final : public EncodingWriter {
     return status;
   }
 
-  // Says that the content is being written: the first time, again, or that it
-  // is written.
-  absl::Status Stage(SqlConnection& connection, bool is_last) {
+  // Says that so many bytes of the content are being written.
+  absl::Status Stage(SqlConnection& connection, int64_t bytes) {
     const int64_t now_us = absl::ToUnixMicros(absl::Now());
-    if (!is_staged_) {
-      absl::StatusOr<int64_t> id = connection.NextGeneration();
-      if (!id.ok()) return id.status();
-      content_.id = *id;
-      if (is_last) return absl::OkStatus();
-      const std::unique_ptr<SqlStatement> row = connection.Prepare(kStage);
-      row->BindInt(1, content_.id);
-      row->BindInt(2, now_us);
-      return row->Step(kWhat).status();
+    if (is_staged_) {
+      const std::unique_ptr<SqlStatement> row =
+          connection.Prepare(kTouchStaged);
+      row->BindInt(1, now_us);
+      row->BindInt(2, bytes);
+      row->BindInt(3, content_.id);
+      return CheckStaged(row->Step(kWhat));
     }
-    const std::unique_ptr<SqlStatement> row =
-        connection.Prepare(is_last ? kEndStaged : kTouchStaged);
-    if (!is_last) row->BindInt(1, now_us);
-    row->BindInt(is_last ? 1 : 2, content_.id);
-    absl::StatusOr<bool> found = row->Step(kWhat);
-    if (!found.ok()) return found.status();
-    if (*found) return absl::OkStatus();
+    if (absl::Status s = NewContent(connection); !s.ok()) return s;
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kStage);
+    row->BindInt(1, content_.id);
+    row->BindInt(2, now_us);
+    row->BindInt(3, bytes);
+    row->BindText(4, key_.model);
+    row->BindText(5, precondition_.account.principal);
+    row->BindInt(6, SlotOf(key_.tensor));
+    return row->Step(kWhat).status();
+  }
+
+  // Says that the content is written.
+  absl::Status EndStage(SqlConnection& connection) {
+    if (!is_staged_) return NewContent(connection);
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kEndStaged);
+    row->BindInt(1, content_.id);
+    return CheckStaged(row->Step(kWhat));
+  }
+
+  absl::Status NewContent(SqlConnection& connection) {
+    absl::StatusOr<int64_t> id = connection.NextGeneration();
+    if (id.ok()) content_.id = *id;
+    return id.status();
+  }
+
+  // `found`  whether it is still staged.
+  static absl::Status CheckStaged(const absl::StatusOr<bool>& found) {
+    if (!found.ok() || *found) return found.status();
     return core::StoreUnavailableError(
         "cannot put an encoding: its pieces came too slowly and were freed; "
         "write it again");
@@ -700,16 +724,6 @@ class SqlEncodingWriter final : public EncodingWriter {
                      const std::string& bytes) {
     content_.bytes += static_cast<int64_t>(bytes.size());
     return WritePiece(connection, content_.id, piece, bytes);
-  }
-
-  // That what is staged does not exceed a quota by itself; Finish looks at all.
-  absl::Status CheckStagedQuotas() const {
-    for (const Quota& quota : precondition_.account.quotas) {
-      if (content_.bytes > quota.max_bytes) {
-        return core::QuotaExceededError(quota.scope, quota.max_bytes, "bytes");
-      }
-    }
-    return absl::OkStatus();
   }
 
   SqlDatabase* const database_;

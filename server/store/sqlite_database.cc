@@ -135,9 +135,14 @@ std::string Schema() {
         bytes BLOB NOT NULL,
         PRIMARY KEY (content_id, piece)
       ) STRICT;
+      -- Those that are being written; their pieces count for whoever writes.
       CREATE TABLE staged_contents (
         content_id INTEGER NOT NULL PRIMARY KEY,
-        touch_time_us INTEGER NOT NULL
+        touch_time_us INTEGER NOT NULL,
+        model TEXT NOT NULL,
+        principal TEXT NOT NULL,
+        slot INTEGER NOT NULL,
+        bytes INTEGER NOT NULL
       ) STRICT;
       CREATE TABLE lost_contents (
         content_id INTEGER NOT NULL PRIMARY KEY
@@ -238,12 +243,27 @@ std::string Schema() {
             row_count = row_count + excluded.row_count,
             bytes = bytes + excluded.bytes;
         DELETE FROM usage_counts
-          WHERE NEW.row_count < 0 AND slot = NEW.slot AND row_count = 0
+          WHERE NEW.bytes < 0 AND slot = NEW.slot AND row_count = 0
             AND bytes = 0 AND scope IN (
               SELECT 'principal:' || NEW.principal UNION ALL
               SELECT 'models:' || substr(NEW.model, 1, position)
                 FROM path_positions WHERE position <= length(NEW.model)
                   AND substr(NEW.model, position, 1) = '/');
+      END;
+      CREATE TRIGGER staged_contents_insert AFTER INSERT ON staged_contents
+      BEGIN
+        INSERT INTO usage_changes VALUES (NEW.model, NEW.principal, NEW.slot, 0,
+          NEW.bytes);
+      END;
+      CREATE TRIGGER staged_contents_update AFTER UPDATE ON staged_contents
+      BEGIN
+        INSERT INTO usage_changes VALUES (NEW.model, NEW.principal, NEW.slot, 0,
+          NEW.bytes - OLD.bytes);
+      END;
+      CREATE TRIGGER staged_contents_delete AFTER DELETE ON staged_contents
+      BEGIN
+        INSERT INTO usage_changes VALUES (OLD.model, OLD.principal, OLD.slot, 0,
+          -OLD.bytes);
       END;
       -- What is inserted here is added to those of the set as well, unless it
       -- is lost.
@@ -409,6 +429,14 @@ absl::StatusOr<int64_t> SqliteConnection::QueryInt(const std::string& sql,
   return *row ? statement.Int(0) : 0;
 }
 
+// Setting what is set already would wait for others who write.
+absl::Status SqliteConnection::UseAutoVacuum() {
+  constexpr absl::string_view kWhat = "cannot set the store up";
+  const absl::StatusOr<int64_t> mode = QueryInt("PRAGMA auto_vacuum", kWhat);
+  if (!mode.ok()) return mode.status();
+  return *mode == kIncremental ? absl::OkStatus() : Execute(kAutoVacuum, kWhat);
+}
+
 // Switching to WAL takes an exclusive lock for which SQLite does not call the
 // busy handler, and another process may be opening the same new file.
 absl::Status SqliteConnection::UseWal() {
@@ -493,11 +521,7 @@ absl::StatusOr<std::shared_ptr<SqliteDatabase>> SqliteDatabase::Open(
   absl::StatusOr<std::unique_ptr<SqliteConnection>> writer =
       SqliteConnection::Open(absolute);
   if (!writer.ok()) return writer.status();
-  if (absl::Status status =
-          (*writer)->Execute(kAutoVacuum, "cannot set the store up");
-      !status.ok()) {
-    return status;
-  }
+  if (absl::Status s = (*writer)->UseAutoVacuum(); !s.ok()) return s;
   if (absl::Status status = (*writer)->UseWal(); !status.ok()) return status;
   if (absl::Status status = (*writer)->CreateSchema(); !status.ok()) {
     return status;

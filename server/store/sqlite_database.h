@@ -70,7 +70,8 @@ class SqliteConnection : public SqlConnection {
   absl::StatusOr<int64_t> QueryInt(const std::string& sql,
                                    absl::string_view what);
 
-  // Sets a connection that writes up.
+  // Set a connection that writes up.
+  absl::Status UseAutoVacuum();
   absl::Status UseWal();
   // Where there are no tables yet.
   // Errors: STORE_SCHEMA as well.

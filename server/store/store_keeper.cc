@@ -30,8 +30,9 @@ constexpr char kListUnusedRevisions[] =
     "WHERE model = $1 GROUP BY revision ORDER BY revision";
 
 constexpr char kLoseStaged[] =
-    "DELETE FROM staged_contents WHERE touch_time_us < $1 "
-    "RETURNING content_id";
+    "DELETE FROM staged_contents WHERE content_id = ("
+    "SELECT content_id FROM staged_contents WHERE touch_time_us < $1 "
+    "ORDER BY content_id LIMIT 1) RETURNING content_id";
 constexpr char kNextContent[] =
     "SELECT content_id FROM lost_contents ORDER BY content_id LIMIT 1";
 constexpr char kFreePieces[] =
@@ -94,23 +95,20 @@ absl::StatusOr<int> CountRows(SqlStatement* row) {
   }
 }
 
-absl::Status LoseStaged(SqlConnection& connection, absl::Duration staged_age) {
-  std::vector<int64_t> ids;
+// Of one content that is not heard of; false if there is none.
+absl::StatusOr<bool> LoseStaged(SqlConnection& connection,
+                                absl::Duration staged_age) {
+  int64_t id = 0;
   {
     const std::unique_ptr<SqlStatement> row = connection.Prepare(kLoseStaged);
     row->BindInt(1, absl::ToUnixMicros(absl::Now() - staged_age));
-    while (true) {
-      absl::StatusOr<bool> found = row->Step(kFreeWhat);
-      if (!found.ok()) return found.status();
-      if (!*found) break;
-      ids.push_back(row->Int(0));
-    }
+    absl::StatusOr<bool> found = row->Step(kFreeWhat);
+    if (!found.ok() || !*found) return found;
+    id = row->Int(0);
   }
-  for (const int64_t id : ids) {
-    absl::Status status = LoseContent(connection, id, kFreeWhat);
-    if (!status.ok()) return status;
-  }
-  return absl::OkStatus();
+  absl::Status status = LoseContent(connection, id, kFreeWhat);
+  if (!status.ok()) return status;
+  return true;
 }
 
 // Frees up to four pieces of the first content that was lost. Answers how many;
@@ -263,9 +261,10 @@ absl::StatusOr<bool> StoreKeeper::FreeStep(absl::Duration staged_age) {
   if (!is_more.ok() || *is_more) return is_more;
   const auto free = [&](SqlConnection& connection) -> absl::Status {
     if (absl::Status s = connection.LockName(kFreeing); !s.ok()) return s;
-    if (absl::Status s = LoseStaged(connection, staged_age); !s.ok()) return s;
     int count = 0;
     is_more = true;
+    const absl::StatusOr<bool> lost = LoseStaged(connection, staged_age);
+    if (!lost.ok() || *lost) return lost.status();
     // Sources lock others: one in a step.
     absl::StatusOr<absl::optional<int>> freed = FreeStatistics(connection);
     if (!freed.ok() || freed->has_value()) return freed.status();

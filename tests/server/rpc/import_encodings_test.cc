@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <fstream>
 #include <string>
 #include <thread>
 #include <utility>
@@ -20,6 +21,7 @@
 #include "quantd/v1/encoding_service.grpc.pb.h"
 #include "server/rpc/import_queue.h"
 #include "tests/support/metric_value.h"
+#include "tests/support/temporary_directory.h"
 #include "tests/support/test_server.h"
 
 namespace quantd::testing {
@@ -52,6 +54,7 @@ grpc::Status Import(v1::EncodingService::Stub& service,
                     size_t piece_bytes = 1 << 20,
                     v1::ImportEncodingsResponse* dry_run = nullptr) {
   grpc::ClientContext context;
+  context.AddMetadata("authorization", "Bearer abc");
   v1::ImportEncodingsResponse response;
   const auto stream = service.ImportEncodings(
       &context, dry_run == nullptr ? &response : dry_run);
@@ -93,6 +96,34 @@ TEST(ImportEncodingsTest, TakesLittleMoreThanTheFileAndOneEntry) {
   EXPECT_EQ(server.store().ListEncodings("m", "main", "", 100)->size(), 60u);
   EXPECT_TRUE(PollUntil(
       kLongEnough, [&] { return server.server().memory_used_bytes() == 0; }));
+}
+
+TEST(ImportEncodingsTest, StoresAllOrNothing) {
+  const TemporaryDirectory directory;
+  std::ofstream(directory.File("access"))
+      << "ci sha256:"
+         "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad "
+         "read,calibrate *\n"
+         "quota models:m/ rows=60\n";
+  server::ServerOptions options = WithBudget(48 << 20);
+  options.access_file = directory.File("access");
+  TestServer server(std::move(options));
+  grpc::Status status = Import(server.encodings(), "m/x", AimetFile(20, 1));
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  const auto before = server.store().ListEncodings("m/x", "main", "", 100);
+  ASSERT_EQ(before->size(), 20u);
+  status = Import(server.encodings(), "m/x", AimetFile(50, 1));
+  EXPECT_THAT(status.error_message(), StartsWith("QUOTA_EXCEEDED"));
+  const auto after = server.store().ListEncodings("m/x", "main", "", 100);
+  ASSERT_EQ(after->size(), 20u);
+  for (size_t i = 0; i < after->size(); ++i) {
+    EXPECT_EQ((*after)[i].stored.etag, (*before)[i].stored.etag);
+  }
+  EXPECT_EQ(server.store().ListRevisions("m/x", "", 10)->size(), 1u);
+  status = Import(server.encodings(), "m/x", AimetFile(40, 1));
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  EXPECT_EQ(server.store().ListEncodings("m/x", "main", "", 100)->size(), 40u);
+  EXPECT_EQ(server.store().ListRevisions("m/x", "", 10)->size(), 1u);
 }
 
 TEST(ImportEncodingsTest, SeveralAtOnceAllGetDone) {

@@ -237,6 +237,17 @@ TEST_F(CachingEncodingStoreTest, CachedAnswersOnlyWhatIsFresh) {
   EXPECT_EQ(inner_->gets, 0);
 }
 
+TEST_F(CachingEncodingStoreTest, KeepsALargeEncodingButNotInThePlaceOfAll) {
+  MakeCache(int64_t{64} << 20);
+  // A sixteenth of the cache is for a key and those beside it.
+  const EncodingKey huge = {"model", "main", "huge"};
+  ASSERT_TRUE(cache_->Put(key_, MakeEncoding(1, 400'000), {}).ok());
+  ASSERT_TRUE(cache_->Put(huge, MakeEncoding(1, 1'000'000), {}).ok());
+  inner_->unavailable = true;
+  EXPECT_TRUE(cache_->Get(key_).ok());
+  EXPECT_FALSE(cache_->Get(huge).ok());
+}
+
 TEST_F(CachingEncodingStoreTest, AsksToProceedOnlyForWhatIsNotCached) {
   std::vector<int64_t> asked;
   const auto ask = [&](int64_t bytes) {
