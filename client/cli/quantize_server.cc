@@ -124,7 +124,8 @@ bool QuantizeServer::IsTooLarge(const absl::Status& status,
                                 const TensorTask& task) const {
   // What else the server would hold is not in an encoding.
   return internal::CannotHold(status) && task.outer_maximum.empty() &&
-         !task.spec.has_importance() &&
+         internal::CanFindEncoding(task.spec,
+                                   MakeTensor(*task.tensor, TensorName())) &&
          roundings_.find(task.tensor->name) == roundings_.end();
 }
 

@@ -50,6 +50,8 @@ std::unique_ptr<StreamCall> StreamCall::Start(
     absl::MutexLock lock(&call->mutex_);
     call->last_progress_ = absl::Now();
   }
+  // A search may take longer than the server may be silent.
+  call->context_.AddMetadata("quantd-progress", "1");
   grpc::GenericStub stub(channel);
   stub.PrepareBidiStreamingCall(&call->context_, method, grpc::StubOptions(),
                                 call.get());
@@ -315,6 +317,8 @@ absl::Status StreamCall::HandleResponse() {
   {
     absl::MutexLock lock(&mutex_);
     last_progress_ = absl::Now();
+    // The server tells that it is at work.
+    if (read_buffer_.Length() == 0) return absl::OkStatus();
     if (unanswered_.empty()) {
       return ResponseMalformedError("an answer to no tensor");
     }

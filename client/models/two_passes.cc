@@ -1,5 +1,6 @@
 #include "client/models/two_passes.h"
 
+#include <cstdint>
 #include <utility>
 #include <variant>
 
@@ -7,6 +8,7 @@
 #include "absl/status/statusor.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
 #include "client/cpp/tensor_stream.h"
 
@@ -14,6 +16,14 @@ namespace quantd::internal {
 
 bool CannotHold(const absl::Status& status) {
   return ErrorReason(status) == "MEMORY_BUDGET";
+}
+
+bool CanFindEncoding(const EncodingSpec& spec, const Tensor& tensor) {
+  // What a server takes in one message by default.
+  constexpr int64_t kMostScales = int64_t{1} << 20;
+  const absl::StatusOr<ScaleCounts> counts =
+      CountScales(tensor.shape, ExpectedEncoding(spec, tensor.shape));
+  return !spec.has_importance() && counts.ok() && counts->scale <= kMostScales;
 }
 
 absl::StatusOr<Encoding> FindEncoding(const Tensor& tensor,
@@ -34,7 +44,7 @@ absl::StatusOr<EvaluateResult> EvaluateInTwoPasses(EvaluateJob job,
   for (EvaluateCandidate& candidate : job.candidates) {
     const auto* const spec = std::get_if<EncodingSpec>(&candidate.source);
     if (spec == nullptr || !candidate.outer_maximum.empty() ||
-        spec->has_importance()) {
+        !CanFindEncoding(*spec, job.tensor)) {
       continue;
     }
     absl::StatusOr<Encoding> encoding = FindEncoding(job.tensor, *spec, client);

@@ -15,13 +15,17 @@ namespace quantd::internal {
 // Whether that is why a tensor failed.
 bool CannotHold(const absl::Status& status);
 
+// Whether FindEncoding may be asked: a spec without importance, and scales that
+// fit a message.
+bool CanFindEncoding(const EncodingSpec& spec, const Tensor& tensor);
+
 // The encoding of a tensor, from histograms where the method needs them.
 // Errors: those of Client::Calibrate.
 absl::StatusOr<Encoding> FindEncoding(const Tensor& tensor,
                                       const EncodingSpec& spec, Client* client);
 
 // Measures the encodings of specs in place of the specs. Specs that come with
-// an outer maximum, or with importance, stay.
+// an outer maximum stay, and those whose encoding can't be found.
 // Errors: those of Client::Calibrate and Client::Evaluate.
 absl::StatusOr<EvaluateResult> EvaluateInTwoPasses(EvaluateJob job,
                                                    Client* client);

@@ -31,6 +31,9 @@ struct Limits {
   int64_t memory_budget_bytes = int64_t{1} << 30;
   // How long a tensor waits for room in the memory budget.
   absl::Duration memory_wait = absl::Milliseconds(200);
+  // Between two signs that a tensor is worked on, for clients that ask for
+  // them.
+  absl::Duration progress_interval = absl::Seconds(10);
   // `data` of one response message.
   int64_t response_chunk_bytes = int64_t{1} << 20;
   // Tensors that are open at once.

@@ -51,6 +51,7 @@ TensorStream::TensorStream(const RpcEnvironment& env, TensorRpc* rpc,
     : env_(env),
       rpc_(rpc->id()),
       context_(context),
+      tells_progress_(context->client_metadata().count("quantd-progress") > 0),
       watchdog_(registry, env.limits.stream_age),
       account_(env, rpc_, std::move(share)),
       tensors_(env, rpc, std::move(credential),
@@ -121,6 +122,7 @@ void TensorStream::Drain() {
 void TensorStream::EndIfOverdue(const Limits& limits) {
   absl::MutexLock lock(&mutex_);
   if (absl::Status s = watchdog_.CheckAge(); !s.ok()) EndWith(std::move(s));
+  TellProgress(limits.progress_interval);
   Advance();
   const bool waits =
       outlook_.has_tensor || transport_.ending() || transport_.has_answers();
@@ -135,6 +137,20 @@ void TensorStream::EndIfOverdue(const Limits& limits) {
     EndWith(core::StreamIdleError(limits.idle_timeout));
     Advance();
   }
+}
+
+void TensorStream::TellProgress(absl::Duration interval) {
+  const absl::Duration now = core::SteadyNow();
+  if (!tells_progress_ || !working_ || !outlook_.has_tensor ||
+      transport_.ending() || transport_.has_answers() ||
+      now - told_time_ < interval) {
+    return;
+  }
+  told_time_ = now;
+  const grpc::Slice nothing;
+  std::vector<grpc::ByteBuffer> messages;
+  messages.emplace_back(&nothing, 1);
+  transport_.Answer(std::move(messages));
 }
 
 void TensorStream::EndNow() {
@@ -266,6 +282,7 @@ void TensorStream::EndWork(absl::Status status, bool end_of_stream) {
   account_.WorkLeft(tensors_.PendingWork(), tensors_.finish_time());
   if (outlook_.has_tensor) account_.Arrived(transport_.message_bytes());
   transport_.MadeProgress();
+  if (!answers.empty()) told_time_ = core::SteadyNow();
   transport_.Answer(std::move(answers));
   Count();
   // There is no way to tell a client that does not read, and no reason to hold

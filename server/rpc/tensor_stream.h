@@ -9,6 +9,8 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "core/parallel/steady_clock.h"
 #include "grpcpp/grpcpp.h"
 #include "server/guard/access_list.h"
 #include "server/guard/caller_share.h"
@@ -66,6 +68,10 @@ class TensorStream final : public StreamTransport::Reactor,
 
   // Starts what the state allows: a task, a write, a read, the end.
   void Advance() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Sends an empty message where the client has waited for long, and asked to
+  // be told that its tensor is worked on.
+  void TellProgress(absl::Duration interval)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Ends a stream that has nothing to do when that is the time for it.
   void EndIfIdle() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // When there is work that is light, or nothing yet but a message to look at,
@@ -88,6 +94,8 @@ class TensorStream final : public StreamTransport::Reactor,
   const RpcEnvironment& env_;
   const Rpc rpc_;
   grpc::CallbackServerContext* const context_;
+  // The call has the metadata that asks for it.
+  const bool tells_progress_;
   StreamWatchdog watchdog_;
   StreamAccount account_;
   // The end is set: what is computed is of no use.
@@ -102,6 +110,8 @@ class TensorStream final : public StreamTransport::Reactor,
   StreamTransport transport_ ABSL_GUARDED_BY(mutex_);
   // There is a task.
   bool working_ ABSL_GUARDED_BY(mutex_) = false;
+  // When there was something to tell the client for the last time.
+  absl::Duration told_time_ ABSL_GUARDED_BY(mutex_) = core::SteadyNow();
   // What the last task left.
   TensorSequence::Outlook outlook_ ABSL_GUARDED_BY(mutex_);
 };

@@ -767,6 +767,12 @@ TEST_F(ClientTest, FailsAllTensorsWhenTheServerGoesInTheMiddle) {
   EXPECT_GT(failed, 0);
 }
 
+TEST_F(ClientTest, PassesOverWhatOnlyTellsThatTheServerIsAtWork) {
+  server_.faults().tells_progress = true;
+  const std::vector<float> values = Ramp(1'000'000);
+  ExpectWhole(client_->Quantize(MakeJob("w", values)), values);
+}
+
 TEST_F(ClientTest, EndsACallThatDoesNotGoOn) {
   server_.faults().silent = true;
   ClientOptions options = client_->options();

@@ -113,6 +113,8 @@ struct Faults {
   std::atomic<bool> too_many_bytes{false};
   // Break computing encodings after two tensors.
   std::atomic<bool> break_after_two{false};
+  // Tell before every answer that the server is at work.
+  std::atomic<bool> tells_progress{false};
   // Never answer, or nothing after two tensors.
   std::atomic<bool> silent{false};
   // Bytes that were read of tensors called "bad*", which fail at once.
@@ -149,6 +151,7 @@ class FakeQuantizationService final : public v1::QuantizationService::Service {
                             "DRAINING: the server is about to stop");
       }
       v1::QuantizeResponse response;
+      if (faults_.tells_progress) stream->Write(response);
       if (request.has_header()) {
         header = request.header();
         uint64_t size =

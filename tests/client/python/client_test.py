@@ -1543,15 +1543,20 @@ class MisbehavingServerTest(unittest.TestCase):
 
         def script(call, requests, context):
             next(requests)
+            self.assertIn(("quantd-progress", "1"),
+                          context.invocation_metadata())
             yield qs.QuantizeResponse(header=answer(b"", size=3).header)
-            for n in range(3):
+            # Data, and what only tells that the server is at work.
+            for message in (qs.QuantizeResponse(data=b"\1"),
+                            qs.QuantizeResponse(), qs.QuantizeResponse(),
+                            qs.QuantizeResponse(offset=1, data=b"\2\3")):
                 accepted.acquire()
                 # Longer than the timeout altogether.
                 clock.monotonic.return_value += 36.0
                 looks = clock.monotonic.call_count
                 live_server.eventually(
                     lambda: clock.monotonic.call_count > looks + 1)
-                yield qs.QuantizeResponse(offset=n, data=bytes([n + 1]))
+                yield message
             yield qs.QuantizeResponse(summary=answer().summary)
 
         with mock.patch.object(_stream, "time", clock), mock.patch.object(

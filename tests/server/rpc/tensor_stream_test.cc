@@ -239,6 +239,49 @@ TEST(TensorStreamTest, ServesOthersWhileATensorWritesToTheStore) {
   ExpectServingBeside(header);
 }
 
+TEST(TensorStreamTest, TellsWhoAsksThatItsTensorIsWorkedOn) {
+  StuckStore store;
+  Metrics metrics;
+  ServerOptions options;
+  options.listen = {"127.0.0.1:0"};
+  options.drain_delay = absl::ZeroDuration();
+  options.limits.progress_interval = absl::Milliseconds(1);
+  absl::StatusOr<std::unique_ptr<QuantdServer>> server =
+      QuantdServer::Start(options, &store, /*statistics=*/nullptr, &metrics);
+  ASSERT_TRUE(server.ok()) << server.status();
+  const auto stub = v1::QuantizationService::NewStub(grpc::CreateChannel(
+      (*server)->addresses()[0], grpc::InsecureChannelCredentials()));
+  v1::QuantizeRequest request;
+  *request.mutable_header() = NamedHeader();
+  request.mutable_header()->mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
+  request.mutable_header()->set_store(true);
+  request.set_data(std::string(16, '\0'));
+  grpc::ClientContext contexts[2];
+  contexts[0].AddMetadata("quantd-progress", "1");
+  const auto asking = stub->Quantize(&contexts[0]);
+  const auto other = stub->Quantize(&contexts[1]);
+  for (auto* const stream : {other.get(), asking.get()}) {
+    ASSERT_TRUE(stream->Write(request));
+  }
+  v1::QuantizeResponse response;
+  int told_count = 0;
+  while (told_count < 5 && asking->Read(&response)) {
+    told_count += response.ByteSizeLong() == 0 ? 1 : 0;
+  }
+  EXPECT_EQ(told_count, 5);
+  store.LetGo();
+  for (auto* const stream : {other.get(), asking.get()}) {
+    stream->WritesDone();
+    bool has_error = false;
+    while (stream->Read(&response)) {
+      has_error |= response.has_error();
+      EXPECT_TRUE(stream == asking.get() || response.ByteSizeLong() > 0);
+    }
+    EXPECT_TRUE(has_error);
+    EXPECT_TRUE(stream->Finish().ok());
+  }
+}
+
 TEST(TensorStreamTest, FailsATensorThatWaitedTooLongForMemory) {
   testing::TestServer server(SmallBudget(absl::Milliseconds(50)));
   HeldTensor holder(server, 3 * kMiB);

@@ -18,6 +18,9 @@ _MAX_CHUNK_BYTES = 32 << 20
 # In turn over the addresses that say SERVING for the whole server.
 _BALANCING = """{"loadBalancingConfig": [{"round_robin": {}}],
                  "healthCheckConfig": {"serviceName": ""}}"""
+# Metadata of a call whose server is to send an empty message every few seconds
+# while it works on a tensor: a search may take longer than it may be silent.
+PROGRESS = ("quantd-progress", "1")
 # Where a server listens that was told nothing else.
 _PORT = "8430"
 

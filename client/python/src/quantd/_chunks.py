@@ -221,6 +221,9 @@ class ChunkedCall:
                 self._is_waiting = False
                 if message is None:
                     break
+                if not message:
+                    # The server tells that it is at work.
+                    continue
                 data = self._download.accept(message)
                 if data is not None:
                     yield data

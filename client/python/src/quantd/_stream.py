@@ -171,6 +171,9 @@ class StreamCall:
 
     def _accept(self, message: bytes) -> None:
         self._moved_at = time.monotonic()
+        if not message:
+            # The server tells that it is at work.
+            return
         if not self._unanswered:
             raise errors.response_malformed("an answer that nobody asked for")
         exchange = self._unanswered[0]

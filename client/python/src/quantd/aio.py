@@ -65,6 +65,12 @@ class _Call:
     async def read(self) -> bytes:
         """The next message. Raises: QuantdError, and what the messages up
         raised."""
+        while not (message := await self._read()):
+            # The server tells that it is at work.
+            pass
+        return message
+
+    async def _read(self) -> bytes:
         self._moved_at = time.monotonic()
         reading = asyncio.ensure_future(self._call.read())
         try:
@@ -614,15 +620,16 @@ class Client:
                     target, self._credentials, self._arguments))
         return self._channels[loop]
 
-    def _metadata(self) -> Optional[tuple[tuple[str, str]]]:
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
         """Of every call."""
-        return None if self._token is None else (self._token.metadata(),)
+        return () if self._token is None else (self._token.metadata(),)
 
     def _begin(self, method: str, messages: AsyncIterator[bytes]) -> _Call:
         try:
             return _Call(functools.partial(
                 self._open().stream_stream(_SERVICE + method),
-                metadata=self._metadata()), self._options, messages)
+                metadata=(_channel.PROGRESS, *self._metadata())),
+                self._options, messages)
         except grpc.aio.UsageError as error:
             raise errors.client_closed() from error
 

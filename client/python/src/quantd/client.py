@@ -859,8 +859,13 @@ class Client:
                                 self._options.chunk_bytes,
                                 download.encodings)
         return _chunks.ChunkedCall(
-            self._connection.stream_channel().stream_stream(_SERVICE + method),
+            self._method(self._connection.stream_channel(), method),
             self._options, upload, chunks, download)
+
+    @staticmethod
+    def _method(channel: grpc.Channel, method: str) -> Callable[..., Any]:
+        return functools.partial(channel.stream_stream(_SERVICE + method),
+                                 metadata=(_channel.PROGRESS,))
 
     def _summary_of(self, method: str, header: Any, element_type: str,
                     shape: Sequence[int], chunks: Iterable[Any],
@@ -886,7 +891,7 @@ class Client:
                 stream.close(cancel=True)
         channel = connection.stream_channel()
         return RetryingStream(
-            channel.stream_stream(_SERVICE + method), self._options,
+            self._method(channel, method), self._options,
             functools.partial(connection.pause, channel=channel),
             lambda exchange: exchange.placement is not None and
             exchange.placement.is_lost)

@@ -1004,7 +1004,7 @@ class _Sender:
             outcome = self._outcomes[tensor.name]
             if (isinstance(result, errors.QuantdError) and
                     _is_too_large(result, job)):
-                result = self._in_two_passes(job)
+                result = self._in_two_passes(job, result)
             if isinstance(result, errors.QuantdError):
                 if errors.ends_all(result):
                     raise result
@@ -1016,7 +1016,7 @@ class _Sender:
                 self._progress.add(tensor.size_bytes)
             del result, job
 
-    def _in_two_passes(self, job: QuantizeJob
+    def _in_two_passes(self, job: QuantizeJob, why: errors.QuantdError
                        ) -> Union[QuantizedTensor, errors.QuantdError]:
         """Calibrates the tensor first, from histograms where the method needs
         them, and then quantizes it: the server need not hold it then."""
@@ -1031,7 +1031,8 @@ class _Sender:
                 nan_policy=job.nan_policy, out=job.out,
                 element_type=job.element_type)
         except errors.QuantdError as error:
-            return error
+            # Its scales do not fit a message.
+            return why if error.reason == "SCALE_COUNT_LIMIT" else error
 
     def _take(self, number: int, name: str, result: QuantizedTensor,
               offset: int, outcome: _Outcome) -> None:

@@ -282,8 +282,13 @@ def _measure(tensor: FileTensor, specs: Sequence[Spec],
                 raise
             # The server need not hold the tensor where it is given the
             # encoding.
-            calibrated = client.calibrate(
-                array, spec=ties[0][0], element_type=tensor.element_type)
+            try:
+                calibrated = client.calibrate(
+                    array, spec=ties[0][0], element_type=tensor.element_type)
+            except errors.QuantdError as other:
+                # Its scales do not fit a message.
+                raise (error if other.reason == "SCALE_COUNT_LIMIT" else
+                       other) from None
             metrics = measure([calibrated.encoding])
         for index, candidate in zip(indexes, metrics):
             found[index] = MeasuredCandidate(
