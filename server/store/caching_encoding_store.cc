@@ -379,7 +379,9 @@ void CachingEncodingStore::Insert(Shard& shard, const EncodingKey& key,
   const int64_t cost_bytes = CostBytes(key, stored);
   // One that is large is kept as well, for when the inner store is away, but
   // not in the place of all others.
-  if (cost_bytes > shard_cap_bytes_ / 2) return;
+  constexpr int64_t kSmallBytes = int64_t{256} << 10;
+  const int64_t most_bytes = std::max(shard_cap_bytes_ / 2, kSmallBytes);
+  if (cost_bytes > std::min(shard_cap_bytes_, most_bytes)) return;
   int64_t evicted = 0;
   while (shard.bytes + cost_bytes > shard_cap_bytes_) {
     // A copy, because erasing destroys the key in the entry.
