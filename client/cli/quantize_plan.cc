@@ -156,7 +156,7 @@ void RenameSpecs(const FusedExperts& experts, SpecSet* specs) {
       continue;
     }
     for (std::string& pattern : PatternsOf(experts)) {
-      overrides.push_back({std::move(pattern), entry.spec});
+      overrides.push_back({std::move(pattern), entry.spec, entry.is_from_file});
     }
   }
   specs->overrides = std::move(overrides);
@@ -320,13 +320,15 @@ bool MatchesAny(const Patterns& patterns, absl::string_view name) {
       [name](absl::string_view pattern) { return MatchesGlob(pattern, name); });
 }
 
-// Whether somebody asked for this tensor and not only for all.
+// Whether somebody asked for this tensor and not only for all, as a mixture
+// does.
 bool IsNamed(const QuantizeOptions& options, const SpecSet& specs,
              const std::string& tensor) {
   return MatchesAny(options.filter.include, tensor) ||
          std::any_of(specs.overrides.begin(), specs.overrides.end(),
                      [&tensor](const SpecSet::Override& entry) {
-                       return MatchesGlob(entry.pattern, tensor);
+                       return !entry.is_from_file &&
+                              MatchesGlob(entry.pattern, tensor);
                      });
 }
 

@@ -131,7 +131,15 @@ absl::StatusOr<Tensors> SelectTensors(
   if (specs != nullptr) {
     std::vector<std::string> patterns;
     for (const SpecSet::Override& entry : specs->overrides) {
-      patterns.push_back(entry.pattern);
+      // Of a line of a mixture the command may say something else.
+      const bool is_replaced =
+          entry.is_from_file &&
+          std::any_of(specs->overrides.data(), &entry,
+                      [&entry](const SpecSet::Override& earlier) {
+                        return !earlier.is_from_file &&
+                               MatchesGlob(earlier.pattern, entry.pattern);
+                      });
+      if (!is_replaced) patterns.push_back(entry.pattern);
       if (absl::Status s = CheckPattern(
               "--spec", entry.pattern, taken, all,
               absl::StrCat(", which other options leave out, or none of them ",

@@ -566,6 +566,7 @@ absl::Status AddSpec(const std::string& text, SpecSet* set, bool* has_base) {
       return ArgumentInvalidError(
           absl::StrCat("expected specs in ", text, ", got none"));
     }
+    const size_t before = set->overrides.size();
     for (const absl::string_view line : lines) {
       const std::string entry(absl::StripAsciiWhitespace(line));
       if (entry[0] == '@') {
@@ -574,6 +575,9 @@ absl::Status AddSpec(const std::string& text, SpecSet* set, bool* has_base) {
       }
       const absl::Status status = AddSpec(entry, set, has_base);
       if (!status.ok()) return status;
+    }
+    for (size_t i = before; i < set->overrides.size(); ++i) {
+      set->overrides[i].is_from_file = true;
     }
     return absl::OkStatus();
   }

@@ -131,6 +131,8 @@ struct SpecSet {
   struct Override {
     std::string pattern;
     SpecTemplate spec;
+    // A line of a file, which may list all tensors, as those of a sweep do.
+    bool is_from_file = false;
   };
 
   // False when only overrides were given.

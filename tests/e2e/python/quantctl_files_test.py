@@ -841,6 +841,18 @@ class ModelFolderTest(FilesCase):
         self.assertEqual(ignored(), expected)
         self.run_quantctl(*quantize, "--force", "--ignore", "")
         self.assertEqual(ignored(), [])
+        # A mixture lists all tensors; a command asks for one.
+        self.run_quantctl("sweep", self.path("model"), "--spec",
+                          "int8:per-channel", "--spec", "int8",
+                          "--min-sqnr", "1", "-o", self.path("mixture"))
+        with open(self.path("mixture"), encoding="utf-8") as file:
+            self.assertIn("\nlm_head.weight=", "\n" + file.read())
+        mixed = ("--spec", "@" + self.path("mixture"), "--force")
+        self.run_quantctl(*quantize[:-2], *mixed)
+        self.assertEqual(ignored(), ["lm_head", "model.embed_tokens"])
+        self.run_quantctl(*quantize[:-1], "lm_head.weight=int8:per-channel",
+                          *mixed)
+        self.assertEqual(ignored(), ["model.embed_tokens"])
 
     def test_GroupsDivideTheColumns(self):
         write_safetensors(self.path("model"), {
