@@ -269,7 +269,8 @@ class CheckpointReader {
   absl::Status CheckModule(const std::string& name) const {
     absl::string_view module = name;
     if (!absl::ConsumeSuffix(&module, ".weight")) return absl::OkStatus();
-    for (const char* suffix : {".pre_quant_scale", ".comfy_quant"}) {
+    for (const char* suffix : {".pre_quant_scale", ".comfy_quant",
+                               ".scale_weight", "._extra_state"}) {
       const std::string other = absl::StrCat(module, suffix);
       if (input_.Find(other) == nullptr) continue;
       return Unsupported(name, absl::StrCat(other, " is not read"));

@@ -525,6 +525,11 @@ MALFORMED = [
      "FILE_UNSUPPORTED", "a.pre_quant_scale"),
     ("modelopt_fp8", put("a.comfy_quant", np.ones(9, np.uint8)),
      "FILE_UNSUPPORTED", "a.comfy_quant"),
+    # As ComfyUI and TransformerEngine have their scales.
+    ("modelopt_fp8", put("a.scale_weight", np.ones((), np.float32)),
+     "FILE_UNSUPPORTED", "a.scale_weight"),
+    ("modelopt_fp8", put("a._extra_state", np.ones(9, np.uint8)),
+     "FILE_UNSUPPORTED", "a._extra_state"),
     ("fp8_blocks", put("a.weight_scale", np.ones((2, 3), np.float32)),
      "FILE_UNSUPPORTED", "got both"),
     ("modelopt_fp8", put("a.weight_zero_point", np.ones(1, np.int8)),

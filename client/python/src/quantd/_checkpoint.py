@@ -221,7 +221,8 @@ class _Reader:
         if part is None:
             return None
         name = part.tensor.name
-        for suffix in ("pre_quant_scale", "comfy_quant"):
+        for suffix in ("pre_quant_scale", "comfy_quant", "scale_weight",
+                       "_extra_state"):
             other = name[:-len("weight")] + suffix
             if name.endswith(".weight") and other in self._tensors:
                 raise self._unsupported(name, f"{other} is not read")
