@@ -42,6 +42,16 @@ constexpr char kHasEncodings[] =
     "SELECT slot FROM encodings WHERE set_id = $1 LIMIT 1";
 constexpr char kHasStatistics[] =
     "SELECT slot FROM statistics WHERE set_id = $1 LIMIT 1";
+constexpr char kListLostEncodings[] =
+    "SELECT set_id, COUNT(*) FROM encodings "
+    "WHERE set_id NOT IN (SELECT set_id FROM row_sets WHERE kind = 0) "
+    "AND set_id NOT IN (SELECT set_id FROM lost_sets) "
+    "GROUP BY set_id ORDER BY set_id";
+constexpr char kListLostStatistics[] =
+    "SELECT set_id, COUNT(*) FROM statistics "
+    "WHERE set_id NOT IN (SELECT set_id FROM row_sets WHERE kind = 1) "
+    "AND set_id NOT IN (SELECT set_id FROM lost_sets) "
+    "GROUP BY set_id ORDER BY set_id";
 constexpr char kSelectSetCounts[] =
     "SELECT principal, slot, row_count, bytes FROM set_counts "
     "WHERE set_id = $1";
@@ -127,6 +137,25 @@ absl::StatusOr<absl::optional<RowSet>> SelectRowSet(SqlConnection& connection,
   return absl::optional<RowSet>({row->Int(0), 0, 0});
 }
 
+// Rows of no revision, which nobody is to free either.
+absl::Status TellLostRows(SqlDatabase& database, RowKind kind,
+                          absl::FunctionRef<void(const absl::Status&)> tell) {
+  const bool is_of_encodings = kind == RowKind::kEncodings;
+  return database.Read([&](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(
+        is_of_encodings ? kListLostEncodings : kListLostStatistics);
+    while (true) {
+      absl::StatusOr<bool> found = row->Step(kFindWhat);
+      if (!found.ok()) return found.status();
+      if (!*found) return absl::OkStatus();
+      tell(core::StoreCorruptError(
+          absl::StrCat("the set ", row->Int(0), " has ", row->Int(1),
+                       is_of_encodings ? " encodings" : " statistics",
+                       " without a revision")));
+    }
+  });
+}
+
 }  // namespace
 
 absl::StatusOr<RowSet> ReadRowSet(const SqlStatement& row, int column,
@@ -163,7 +192,7 @@ absl::StatusOr<bool> HasRows(SqlConnection& connection, int64_t set_id,
   return row->Step(kFindWhat);
 }
 
-absl::Status ForEachRowSet(
+absl::Status CheckRowSets(
     SqlDatabase& database, RowKind kind,
     absl::FunctionRef<void(const absl::Status&)> damaged,
     absl::FunctionRef<absl::Status(const ListedRowSet&)> visit) {
@@ -185,7 +214,7 @@ absl::Status ForEachRowSet(
       return absl::OkStatus();
     };
     if (absl::Status s = database.Read(find); !s.ok()) return s;
-    if (!is_there) return absl::OkStatus();
+    if (!is_there) return TellLostRows(database, kind, damaged);
     absl::optional<RowSet> set;
     const auto read = [&](SqlConnection& connection) -> absl::Status {
       absl::StatusOr<absl::optional<RowSet>> found =
@@ -318,8 +347,8 @@ int64_t NameBytes(const EncodingKey& key) {
   return static_cast<int64_t>(key.model.size() + key.tensor.size());
 }
 
-absl::Status UnassignEmptyRowSet(SqlDatabase& database, absl::string_view model,
-                                 absl::string_view revision, RowKind kind) {
+void UnassignEmptyRowSet(SqlDatabase& database, absl::string_view model,
+                         absl::string_view revision, RowKind kind) {
   const auto is_empty = [&](SqlConnection& connection) -> absl::StatusOr<bool> {
     absl::StatusOr<absl::optional<RowSet>> set =
         FindRowSet(connection, model, revision, kind);
@@ -335,17 +364,18 @@ absl::Status UnassignEmptyRowSet(SqlDatabase& database, absl::string_view model,
     seems_empty = empty.value_or(false);
     return empty.status();
   };
-  if (absl::Status s = database.Read(look); !s.ok()) return s;
-  if (!seems_empty) return absl::OkStatus();
+  database.Read(look).IgnoreError();
+  if (!seems_empty) return;
   // Others may be writing the first row again.
-  return database.Write([&](SqlConnection& connection) -> absl::Status {
+  const auto unassign = [&](SqlConnection& connection) -> absl::Status {
     absl::Status status =
         connection.LockRevisions(model, {std::string(revision)});
     if (!status.ok()) return status;
     const absl::StatusOr<bool> empty = is_empty(connection);
     if (!empty.ok() || !*empty) return empty.status();
     return UnassignRowSet(connection, model, revision, kind);
-  });
+  };
+  database.Write(unassign).IgnoreError();
 }
 
 }  // namespace quantd::server

@@ -73,8 +73,8 @@ struct ListedRowSet {
 };
 
 // Calls `visit` with every set of a kind that is known, and `damaged` with why
-// one is not.
-absl::Status ForEachRowSet(
+// one is not, and with rows that no revision has and nobody is to free.
+absl::Status CheckRowSets(
     SqlDatabase& database, RowKind kind,
     absl::FunctionRef<void(const absl::Status&)> damaged,
     absl::FunctionRef<absl::Status(const ListedRowSet&)> visit);
@@ -132,9 +132,10 @@ int64_t SlotOf(absl::string_view tensor);
 // revision, which may become another one.
 int64_t NameBytes(const EncodingKey& key);
 
-// In transactions of its own: unassigns a revision's set if it has no rows.
-absl::Status UnassignEmptyRowSet(SqlDatabase& database, absl::string_view model,
-                                 absl::string_view revision, RowKind kind);
+// In transactions of its own: unassigns a revision's set if it has no rows. One
+// that stays where that fails is in nobody's way.
+void UnassignEmptyRowSet(SqlDatabase& database, absl::string_view model,
+                         absl::string_view revision, RowKind kind);
 
 }  // namespace quantd::server
 

@@ -73,9 +73,10 @@ class SqlConnection {
   virtual absl::Status LockSource(const EncodingKey& key,
                                   absl::string_view source) = 0;
 
-  // The same for what has a name of its own, such as the scope of a quota:
-  // after all tensors' locks, and in order of name, so that nobody waits in a
-  // circle. Errors: STORE_UNAVAILABLE.
+  // The same for any other name, such as the scope of a quota. Comes after the
+  // locks of all tensors, and in order of name, so that nobody waits in a
+  // circle.
+  // Errors: STORE_UNAVAILABLE.
   virtual absl::Status LockName(absl::string_view name) = 0;
 
   // In a transaction that writes: a number above all that were committed under

@@ -116,13 +116,6 @@ constexpr char kListLostEncodingPieces[] =
     "AND content_id NOT IN (SELECT content_id FROM lost_contents) "
     "GROUP BY content_id ORDER BY content_id";
 
-// Rows of no revision, which nobody is to free either.
-constexpr char kListLostEncodings[] =
-    "SELECT set_id, COUNT(*) FROM encodings "
-    "WHERE set_id NOT IN (SELECT set_id FROM row_sets WHERE kind = 0) "
-    "AND set_id NOT IN (SELECT set_id FROM lost_sets) "
-    "GROUP BY set_id ORDER BY set_id";
-
 // Merging sets.
 constexpr char kCountBoth[] =
     "SELECT COUNT(*) FROM encodings WHERE set_id = $1 AND EXISTS ("
@@ -988,7 +981,7 @@ absl::StatusOr<PublishedRevision> SqlEncodingStore::PublishRevision(
     std::sort(revisions.begin(), revisions.end());
     absl::Status status = connection.LockRevisions(model, std::move(revisions));
     if (!status.ok()) return status;
-    // What a revision has, if it has any rows.
+    // The set of a revision, if it has one.
     const auto find = [&](absl::string_view revision)
         -> absl::StatusOr<absl::optional<OwnedSet>> {
       absl::StatusOr<absl::optional<RowSet>> set =
@@ -1142,9 +1135,7 @@ absl::Status SqlEncodingStore::Delete(const EncodingKey& key,
     return status.ok() ? connection.Announce() : status;
   };
   if (absl::Status s = database_->Write(remove); !s.ok()) return s;
-  // An empty set that stays is in nobody's way.
-  UnassignEmptyRowSet(*database_, key.model, key.revision, RowKind::kEncodings)
-      .IgnoreError();
+  UnassignEmptyRowSet(*database_, key.model, key.revision, RowKind::kEncodings);
   return absl::OkStatus();
 }
 
@@ -1373,27 +1364,21 @@ absl::StatusOr<int64_t> SqlEncodingStore::Check(
     return absl::OkStatus();
   };
   absl::Status status =
-      ForEachRowSet(*database_, RowKind::kEncodings, damaged, check_set);
+      CheckRowSets(*database_, RowKind::kEncodings, damaged, check_set);
   if (!status.ok()) return status;
-  const auto list_lost = [&](const char* sql, absl::string_view of,
-                             absl::string_view what) {
-    return database_->Read([&](SqlConnection& connection) -> absl::Status {
-      const std::unique_ptr<SqlStatement> row = connection.Prepare(sql);
-      while (true) {
-        absl::StatusOr<bool> found = row->Step("cannot list encodings");
-        if (!found.ok()) return found.status();
-        if (!*found) return absl::OkStatus();
-        damaged(core::StoreCorruptError(absl::StrCat(
-            "the ", of, " ", row->Int(0), " has ", row->Int(1), " ", what)));
-      }
-    });
+  const auto list = [&](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kListLostEncodingPieces);
+    while (true) {
+      absl::StatusOr<bool> found = row->Step("cannot list encodings");
+      if (!found.ok()) return found.status();
+      if (!*found) return absl::OkStatus();
+      damaged(core::StoreCorruptError(
+          absl::StrCat("the content ", row->Int(0), " has ", row->Int(1),
+                       " pieces of scales without an encoding")));
+    }
   };
-  status = list_lost(kListLostEncodings, "set", "encodings without a revision");
-  if (status.ok()) {
-    status = list_lost(kListLostEncodingPieces, "content",
-                       "pieces of scales without an encoding");
-  }
-  if (!status.ok()) return status;
+  if (absl::Status s = database_->Read(list); !s.ok()) return s;
   return count;
 }
 

@@ -193,12 +193,6 @@ constexpr char kListLostStatisticsPieces[] =
     "WHERE lost.set_id = pieces.set_id "
     "AND lost.tensor = pieces.tensor AND lost.source = pieces.source) "
     "GROUP BY set_id, tensor, source ORDER BY set_id, tensor, source";
-// Rows of no revision, which nobody is to free either.
-constexpr char kListLostStatistics[] =
-    "SELECT set_id, COUNT(*) FROM statistics "
-    "WHERE set_id NOT IN (SELECT set_id FROM row_sets WHERE kind = 1) "
-    "AND set_id NOT IN (SELECT set_id FROM lost_sets) "
-    "GROUP BY set_id ORDER BY set_id";
 constexpr char kSelectNewer[] =
     "SELECT sequence FROM statistics WHERE set_id = " QUANTD_STATISTICS_SET
     " "
@@ -895,8 +889,7 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
   if (!status.ok()) {
     // What was refused leaves no set behind that nobody is charged for.
     UnassignEmptyRowSet(*database_, key.tensor.model, key.tensor.revision,
-                        RowKind::kStatistics)
-        .IgnoreError();
+                        RowKind::kStatistics);
     return status;
   }
   return outcome;
@@ -1218,21 +1211,8 @@ absl::StatusOr<int64_t> SqlStatisticsStore::Check(
     return absl::OkStatus();
   };
   absl::Status status =
-      ForEachRowSet(*database_, RowKind::kStatistics, damaged, check_set);
+      CheckRowSets(*database_, RowKind::kStatistics, damaged, check_set);
   if (!status.ok()) return status;
-  const auto list_rows = [&](SqlConnection& connection) -> absl::Status {
-    const std::unique_ptr<SqlStatement> row =
-        connection.Prepare(kListLostStatistics);
-    while (true) {
-      absl::StatusOr<bool> found = row->Step("cannot list statistics");
-      if (!found.ok()) return found.status();
-      if (!*found) return absl::OkStatus();
-      damaged(core::StoreCorruptError(
-          absl::StrCat("the set ", row->Int(0), " has ", row->Int(1),
-                       " statistics without a revision")));
-    }
-  };
-  if (absl::Status s = database_->Read(list_rows); !s.ok()) return s;
   const auto list = [&](SqlConnection& connection) -> absl::Status {
     const std::unique_ptr<SqlStatement> row =
         connection.Prepare(kListLostStatisticsPieces);
@@ -1287,9 +1267,8 @@ absl::Status SqlStatisticsStore::Delete(
     return *found ? absl::OkStatus() : NoSuchStatistics(connection, key);
   };
   if (absl::Status s = database_->Write(remove); !s.ok()) return s;
-  // An empty set that stays is in nobody's way.
-  UnassignEmptyRowSet(*database_, key.model, key.revision, RowKind::kStatistics)
-      .IgnoreError();
+  UnassignEmptyRowSet(*database_, key.model, key.revision,
+                      RowKind::kStatistics);
   return absl::OkStatus();
 }
 

@@ -55,7 +55,8 @@ class StoreKeeper {
   absl::StatusOr<bool> FreeSetStep();
 
   const std::shared_ptr<SqlDatabase> database_;
-  // Sets up to this one are damaged, or freed; until all others are.
+  // The last set that could not be freed because it is damaged; 0 where a look
+  // begins with the first one.
   std::atomic<int64_t> passed_set_ = 0;
 };
 

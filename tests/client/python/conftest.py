@@ -43,6 +43,23 @@ def quantctl(request, server):  # pylint: disable=redefined-outer-name
     return run
 
 
+@pytest.fixture
+def small_server(request):
+    """One that can hold no large tensor, and lets none wait."""
+    with live_server.LiveServer(
+            request.config.getoption("--quantd"),
+            flags=["--memory-budget-bytes", "32MiB", "--memory-wait",
+                   "0s"]) as live:
+        yield live
+
+
+@pytest.fixture
+def limited(small_server):  # pylint: disable=redefined-outer-name
+    """A client of that one, which tries once."""
+    with quantd.Client(small_server.address, retry_for=0) as live:
+        yield live
+
+
 @pytest.fixture(scope="module")
 def client(server):  # pylint: disable=redefined-outer-name
     with quantd.Client(server.address) as live:

@@ -9,7 +9,6 @@ import threading
 import numpy as np
 import pytest
 
-import live_server
 import quantd
 from quantd import _files
 
@@ -705,47 +704,43 @@ def test_TiesThatCannotBe(tmp_path, fused, client, ties, what):
         "*k_proj*": "int8", "*": "nvfp4"}, client=client)
 
 
-def test_ATensorThatTheServerCannotHoldIsCalibratedFirst(request, tmp_path,
-                                                         client):
+def test_ATensorThatTheServerCannotHoldIsCalibratedFirst(
+        request, tmp_path, client, small_server, limited):
     source = tmp_path / "x.safetensors"
     weight = np.random.default_rng(0).standard_normal((4096, 2304), np.float32)
     quantd.save(source, {"large": weight, "small": weight[:64]})
-    with live_server.LiveServer(
-            request.config.getoption("--quantd"),
-            flags=["--memory-budget-bytes", "32MiB", "--memory-wait",
-                   "0s"]) as small, quantd.Client(
-                       small.address, retry_for=0) as limited:
-        with pytest.raises(quantd.QuantdError) as caught:
-            limited.quantize(weight, "int8")
-        assert caught.value.reason == "MEMORY_BUDGET"
-        assert "is too small" in str(caught.value)
-        assert caught.value.retry_after is None
-        # Nobody may write to what has no name.
-        calibrated = limited.calibrate(weight, spec="int8")
-        assert calibrated.encoding == client.quantize(weight, "int8").encoding
-        assert calibrated.stored_encoding.etag == ""
-        assert not list(limited.list_models())
-        for spec in ("int8", "uint8:percentile=99.9%", "int4:mse"):
-            expected = client.quantize(weight, spec)
-            before = small.metric("quantd_payload_bytes_total",
-                                  direction="in")
-            quantd.quantize_model(source, tmp_path / "a.safetensors", spec, client=limited,
-                                  store=True, model="large", overwrite=True)
-            sent = small.metric("quantd_payload_bytes_total",
-                                direction="in") - before
-            # The whole goes up twice, and not much of it before.
-            assert sent < 2.5 * weight.nbytes
-            subprocess.run(
-                [request.config.getoption("--quantctl"), "quantize", source,
-                 "-o", tmp_path / "b.safetensors", "--force", "--spec", spec, "--model",
-                 "large", "--server", small.address], check=True)
-            for name in "ab":
-                model = quantd.load(tmp_path / f"{name}.safetensors")
-                scale = model["large"].encoding.scale
-                np.testing.assert_allclose(scale, expected.encoding.scale,
-                                           rtol=.01)
-                if spec == "int8":
-                    np.testing.assert_array_equal(model["large"].codes,
-                                                  expected.codes)
-            stored = limited.get_encoding(quantd.TensorName("large", "large"))
-            np.testing.assert_array_equal(stored.encoding.scale, scale)
+    with pytest.raises(quantd.QuantdError) as caught:
+        limited.quantize(weight, "int8")
+    assert caught.value.reason == "MEMORY_BUDGET"
+    assert "is too small" in str(caught.value)
+    assert caught.value.retry_after is None
+    # Nobody may write to what has no name.
+    calibrated = limited.calibrate(weight, spec="int8")
+    assert calibrated.encoding == client.quantize(weight, "int8").encoding
+    assert calibrated.stored_encoding.etag == ""
+    assert not list(limited.list_models())
+    for spec in ("int8", "uint8:percentile=99.9%", "int4:mse"):
+        expected = client.quantize(weight, spec)
+        before = small_server.metric("quantd_payload_bytes_total",
+                                     direction="in")
+        quantd.quantize_model(source, tmp_path / "a.safetensors", spec,
+                              client=limited, store=True, model="large",
+                              overwrite=True)
+        sent = small_server.metric("quantd_payload_bytes_total",
+                                   direction="in") - before
+        # The whole goes up twice, and not much of it before.
+        assert sent < 2.5 * weight.nbytes
+        subprocess.run(
+            [request.config.getoption("--quantctl"), "quantize", source,
+             "-o", tmp_path / "b.safetensors", "--force", "--spec", spec,
+             "--model", "large", "--server", small_server.address], check=True)
+        for name in "ab":
+            model = quantd.load(tmp_path / f"{name}.safetensors")
+            scale = model["large"].encoding.scale
+            np.testing.assert_allclose(scale, expected.encoding.scale,
+                                       rtol=.01)
+            if spec == "int8":
+                np.testing.assert_array_equal(model["large"].codes,
+                                              expected.codes)
+        stored = limited.get_encoding(quantd.TensorName("large", "large"))
+        np.testing.assert_array_equal(stored.encoding.scale, scale)

@@ -7,7 +7,6 @@ import subprocess
 import numpy as np
 import pytest
 
-import live_server
 import quantd
 from quantd import _files
 
@@ -232,8 +231,8 @@ def test_OneSpecThatFailsLeavesTheOthers(tmp_path, client):
             ("int8", None), ("lpbq", None), ("codebook4", "CODEBOOK_INVALID")]
 
 
-def test_ATensorThatTheServerCannotHoldIsCalibratedFirst(request, tmp_path,
-                                                         client):
+def test_ATensorThatTheServerCannotHoldIsCalibratedFirst(
+        request, tmp_path, client, small_server, limited):
     source = tmp_path / "x.safetensors"
     weight = np.random.default_rng(0).standard_normal((4096, 2304), np.float32)
     quantd.save(source, {"large": weight, "small": weight[:64]})
@@ -244,46 +243,36 @@ def test_ATensorThatTheServerCannotHoldIsCalibratedFirst(request, tmp_path,
                 for tensor in sweep.tensors for item in tensor.candidates}
 
     expected = sqnr(quantd.sweep_model(source, specs, client=client))
-    with live_server.LiveServer(
-            request.config.getoption("--quantd"),
-            flags=["--memory-budget-bytes", "32MiB", "--memory-wait",
-                   "0s"]) as small, quantd.Client(
-                       small.address, retry_for=0) as limited:
-        with pytest.raises(quantd.QuantdError) as caught:
-            limited.evaluate(weight, "int8")
-        assert caught.value.reason == "MEMORY_BUDGET"
-        assert sqnr(quantd.sweep_model(source, specs, client=limited)) == (
-            pytest.approx(expected, abs=.1))
-        spec_options = [word for spec in specs for word in ("--spec", spec)]
-        for command in ("sweep", "evaluate"):
-            printed = json.loads(subprocess.run(
-                [request.config.getoption("--quantctl"), command, source,
-                 *spec_options, "--json", "--server", small.address],
-                check=True, stdout=subprocess.PIPE).stdout)
-            assert {(tensor["name"], item.get("spec") or item["label"]):
-                    item["sqnr_db"] for tensor in printed["tensors"]
-                    for item in tensor["candidates"]} == (
-                        pytest.approx(expected, abs=.1))
+    with pytest.raises(quantd.QuantdError) as caught:
+        limited.evaluate(weight, "int8")
+    assert caught.value.reason == "MEMORY_BUDGET"
+    assert sqnr(quantd.sweep_model(source, specs, client=limited)) == (
+        pytest.approx(expected, abs=.1))
+    spec_options = [word for spec in specs for word in ("--spec", spec)]
+    for command in ("sweep", "evaluate"):
+        printed = json.loads(subprocess.run(
+            [request.config.getoption("--quantctl"), command, source,
+             *spec_options, "--json", "--server", small_server.address],
+            check=True, stdout=subprocess.PIPE).stdout)
+        assert {(tensor["name"], item.get("spec") or item["label"]):
+                item["sqnr_db"] for tensor in printed["tensors"]
+                for item in tensor["candidates"]} == (
+                    pytest.approx(expected, abs=.1))
 
 
-def test_DataGoUpOnceToAServerThatHoldsNone(request, tmp_path):
+def test_DataGoUpOnceToAServerThatHoldsNone(tmp_path, small_server, limited):
     source = tmp_path / "x.safetensors"
     weight = np.random.default_rng(0).standard_normal((4096, 2304), np.float32)
     quantd.save(source, {"a": weight})
-    with live_server.LiveServer(
-            request.config.getoption("--quantd"),
-            flags=["--memory-budget-bytes", "32MiB", "--memory-wait",
-                   "0s"]) as small:
-        with quantd.Client(small.address, retry_for=0) as client:
-            before = small.metric("quantd_payload_bytes_total",
-                                  direction="in")
-            sweep = quantd.sweep_model(source, SPECS, client=client)
-            sent = small.metric("quantd_payload_bytes_total",
-                                  direction="in")
-            assert [item.error for item in sweep.tensors[0].candidates] == (
-                [None] * len(SPECS))
-            assert sent - before == weight.nbytes
-            # With their encodings they would not fit.
-            with pytest.raises(quantd.QuantdError) as caught:
-                client.evaluate(weight, "nvfp4:mse")
-            assert caught.value.reason == "MEMORY_BUDGET"
+    before = small_server.metric("quantd_payload_bytes_total",
+                                 direction="in")
+    sweep = quantd.sweep_model(source, SPECS, client=limited)
+    sent = small_server.metric("quantd_payload_bytes_total",
+                               direction="in")
+    assert [item.error for item in sweep.tensors[0].candidates] == (
+        [None] * len(SPECS))
+    assert sent - before == weight.nbytes
+    # With their encodings they would not fit.
+    with pytest.raises(quantd.QuantdError) as caught:
+        limited.evaluate(weight, "nvfp4:mse")
+    assert caught.value.reason == "MEMORY_BUDGET"
