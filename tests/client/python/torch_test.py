@@ -558,8 +558,8 @@ def test_ABlockThatEndsWithAnExceptionWaitsForNoRetries(tmp_path):
     nobody = quantd.Client(f"unix:{tmp_path}/nobody", max_retries=3)
     released = threading.Event()
     with nobody, mock.patch.object(
-            nobody._connection, "pause",
-            lambda seconds, error: released.wait(TIMEOUT_S)), (
+            nobody._connection, "pause", autospec=True,
+            side_effect=lambda *_, **__: released.wait(TIMEOUT_S)), (
                 pytest.warns(RuntimeWarning, match="not answered: 6")):
         with pytest.raises(KeyError):
             with quantd.torch.calibrate(model, nobody, model_name="t/left",
