@@ -499,7 +499,7 @@ std::vector<Flag> MakeFlags() {
                               : ShowStoreUrl(config.store_url));
        }},
       CountFlag("store-connections", kStore, "Most connections to PostgreSQL.",
-                8, 1, 1000, QUANTD_FIELD(store_connections)),
+                12, 1, 1000, QUANTD_FIELD(store_connections)),
       DurationFlag("store-timeout", kStore,
                    "How long PostgreSQL may not respond, or a lock may be "
                    "held.",

@@ -39,7 +39,7 @@ class Housekeeper {
  public:
   struct Options {
     // Between two looks at what is used.
-    absl::Duration usage_interval = absl::Seconds(15);
+    absl::Duration usage_interval = absl::Seconds(5);
     // Between two looks at what can be freed: what is replaced meanwhile takes
     // space that no quota counts.
     absl::Duration space_interval = absl::Seconds(1);

@@ -40,17 +40,18 @@
 namespace quantd::server {
 namespace {
 
-// That read from the store, and as many that write to it: calls block on the
-// disk, and those that write on the lock of the writer. A caller has half of
-// them at most, so that those who read much do not keep others waiting.
+// That read encodings from the store, as many that read statistics, and as many
+// that write: calls block on the disk, and those that write on the lock of the
+// writer. A caller has half of them at most, so that those who read much do not
+// keep others waiting.
 constexpr int kStoreThreads = 4;
 // So many callers have all the threads that they may have; more take turns.
 constexpr int kCallersAtOnce = 8;
 // Long computations of one caller that run at a time; admission lets in far
 // fewer. More would take turns.
 constexpr int kLongThreads = 64;
-// Of the threads of long computations: about a quarter of a processor's time
-// where others want all of it.
+// Of the threads of long computations and of statistics: about a quarter of a
+// processor's time where others want all of it.
 constexpr int kLongNice = 6;
 // How often streams that wait for memory try again.
 constexpr absl::Duration kWatchInterval = absl::Milliseconds(20);
@@ -228,6 +229,7 @@ QuantdServer::QuantdServer(const ServerOptions& options,
             kCallersAtOnce * std::max(1, options.threads)),
       store_pool_(kStoreThreads / 2, kStoreThreads),
       write_pool_(kStoreThreads / 2, kStoreThreads),
+      statistics_pool_(kStoreThreads / 2, kStoreThreads, kLongNice),
       long_pool_(kLongThreads, kCallersAtOnce * kLongThreads, kLongNice),
       helper_pool_(options.threads > 1
                        ? std::make_unique<core::ThreadPool>(
@@ -246,6 +248,7 @@ QuantdServer::QuantdServer(const ServerOptions& options,
            &pool_,
            &store_pool_,
            &write_pool_,
+           &statistics_pool_,
            &long_pool_,
            helper_pool_.get(),
            options.shared_memory ? &regions_ : nullptr,

@@ -27,10 +27,10 @@ namespace quantd::server {
 // and answered block by block when its encoding is known.
 class BufferedQuantizeJob : public TensorJob {
  public:
-  bool FinishWaits() const final {
-    return step_ == Step::kRead || step_ == Step::kPut;
+  StoreUse FinishUse() const final {
+    if (step_ == Step::kRead) return StoreUse::kReadStatistics;
+    return step_ == Step::kPut ? StoreUse::kWrite : StoreUse::kNone;
   }
-  bool FinishWrites() const final { return step_ == Step::kPut; }
   bool FinishIsLong() const final {
     return step_ == Step::kEncode && EncodeIsLong();
   }

@@ -514,7 +514,9 @@ class CalibrateJob final : public TensorJob {
   }
 
   // The steps of a Gram matrix may be stored.
-  bool ResolveWaits() const override { return has_gram(); }
+  StoreUse ResolveUse() const override {
+    return has_gram() ? StoreUse::kReadStatistics : StoreUse::kNone;
+  }
   absl::Status Resolve(ChunkWriter* out) override {
     if (has_gram()) {
       absl::Status status = OpenGram();
@@ -525,8 +527,10 @@ class CalibrateJob final : public TensorJob {
     if (brings_state()) receiver_.emplace(env_, ExpectedState());
     return absl::OkStatus();
   }
-  bool FinishWaits() const override {
-    return step_ == Step::kContribute || step_ == Step::kPut;
+  StoreUse FinishUse() const override {
+    if (step_ == Step::kReadStored) return StoreUse::kReadStatistics;
+    return step_ == Step::kContribute || step_ == Step::kPut ? StoreUse::kWrite
+                                                             : StoreUse::kNone;
   }
   bool FinishIsLong() const override {
     return step_ == Step::kFinishGram || step_ == Step::kSplitState ||
@@ -595,6 +599,9 @@ class CalibrateJob final : public TensorJob {
       case Step::kContribute:
         status = Contribute();
         break;
+      case Step::kReadStored:
+        status = ReadStored();
+        break;
       case Step::kCalibrate:
         status = Calibrate();
         break;
@@ -616,6 +623,7 @@ class CalibrateJob final : public TensorJob {
     kReadState,
     kFinishGram,
     kContribute,
+    kReadStored,
     kCalibrate,
     kPut
   };
@@ -831,10 +839,12 @@ class CalibrateJob final : public TensorJob {
     }
     summary_.mutable_contribution()->set_sequence(outcome->sequence);
     summary_.mutable_contribution()->set_duplicate(outcome->duplicate);
-    if (!task_.spec.has_value()) {
-      done_ = true;
-      return absl::OkStatus();
-    }
+    done_ = !task_.spec.has_value();
+    step_ = Step::kReadStored;
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadStored() {
     const auto charge = [this](int64_t memory_bytes) {
       return stop().stopped()
                  ? core::StoppedError()

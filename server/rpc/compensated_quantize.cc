@@ -88,7 +88,7 @@ class CompensatedQuantizeJob final : public HeldQuantizeJob {
 
   // What is wrong with the encoding or with the inputs is told before any data
   // come.
-  bool ResolveWaits() const override { return true; }
+  StoreUse ResolveUse() const override { return StoreUse::kReadStatistics; }
   absl::Status Resolve(ChunkWriter* out) override {
     if (source_.has_value()) {
       absl::StatusOr<ResolvedEncoding> resolved =

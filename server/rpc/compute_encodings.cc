@@ -59,6 +59,7 @@ class ComputeEncodingsCall final
     return ties_.CheckSeen(request().model(), request().revision());
   }
 
+  StepKind load_step() const override { return StepKind::kStatistics; }
   absl::StatusOr<bool> Load() override {
     if (next_ == revision_.entries().size()) return false;
     const StatisticsListEntry& entry = revision_.entries()[next_];

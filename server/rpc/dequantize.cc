@@ -72,7 +72,9 @@ class DequantizeJob final : public TensorJob {
     request_.clear_encoding_source();
   }
 
-  bool ResolveWaits() const override { return source_.waits(); }
+  StoreUse ResolveUse() const override {
+    return source_.waits() ? StoreUse::kRead : StoreUse::kNone;
+  }
   bool light() const override {
     return request_.omit_encoding() || !source_.is_large();
   }

@@ -499,6 +499,14 @@ absl::Status GetServerInfo(const UnaryContext& /*context*/,
   return absl::OkStatus();
 }
 
+// What the body of a unary call is like.
+StepKind KindOf(Rpc rpc) {
+  if (ScopeOf(rpc) != Scope::kRead) return StepKind::kWrite;
+  return rpc == Rpc::kGetStatistics || rpc == Rpc::kListStatistics
+             ? StepKind::kStatistics
+             : StepKind::kStore;
+}
+
 }  // namespace
 
 EncodingService::EncodingService(const RpcEnvironment& env,
@@ -548,9 +556,10 @@ void EncodingService::AddUnary(Rpc rpc,
                                absl::Status (*body)(const UnaryContext& context,
                                                     const Request& request,
                                                     Response* response)) {
-  Add(rpc, [rpc, body](const CallArguments& arguments) {
+  const StepKind kind = KindOf(rpc);
+  Add(rpc, [rpc, kind, body](const CallArguments& arguments) {
     return EncodingCall::Start<UnaryCall<Request, Response>>(arguments, rpc,
-                                                             body);
+                                                             kind, body);
   });
 }
 

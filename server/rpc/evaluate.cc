@@ -324,15 +324,19 @@ class EvaluateJob final : public TensorJob {
     }
   }
 
-  bool ResolveWaits() const override {
-    return meter_ != nullptr ||
-           absl::c_any_of(candidates_, [](const Candidate& candidate) {
-             return (candidate.source.has_value() &&
-                     candidate.source->waits()) ||
-                    (candidate.spec.has_value() &&
-                     candidate.spec->importance != nullptr &&
-                     candidate.spec->importance->waits());
-           });
+  StoreUse ResolveUse() const override {
+    if (meter_ != nullptr) return StoreUse::kReadStatistics;
+    StoreUse use = StoreUse::kNone;
+    for (const Candidate& candidate : candidates_) {
+      if (candidate.spec.has_value() && candidate.spec->importance != nullptr &&
+          candidate.spec->importance->waits()) {
+        return StoreUse::kReadStatistics;
+      }
+      if (candidate.source.has_value() && candidate.source->waits()) {
+        use = StoreUse::kRead;
+      }
+    }
+    return use;
   }
 
   absl::Status Resolve(ChunkWriter* out) override {
@@ -438,16 +442,16 @@ class EvaluateJob final : public TensorJob {
     return absl::OkStatus();
   }
 
-  bool FinishWaits() const override {
-    return meter_ != nullptr && !meter_->has_read();
+  StoreUse FinishUse() const override {
+    return meter_ != nullptr && !meter_->has_read() ? StoreUse::kReadStatistics
+                                                    : StoreUse::kNone;
   }
-  bool FinishWrites() const override { return false; }
   bool FinishIsLong() const override {
-    return finish_is_long_ && !FinishWaits();
+    return finish_is_long_ && FinishUse() == StoreUse::kNone;
   }
 
   absl::StatusOr<bool> Finish(ChunkWriter* out) override {
-    if (FinishWaits()) {
+    if (FinishUse() == StoreUse::kReadStatistics) {
       absl::Status status = meter_->Read(stop());
       if (!status.ok()) return core::WithField(status, kInputsField);
       return false;

@@ -56,6 +56,7 @@ class ExportEncodingsCall final
 
  protected:
   // Reading is a part of writing.
+  StepKind load_step() const override { return StepKind::kQuantum; }
   absl::StatusOr<bool> Load() override {
     return !is_finished_ || Pending() > 0 || !losses_.empty();
   }

@@ -22,8 +22,10 @@
 
 namespace quantd::server {
 
-bool ImportanceWaits(const ResolvedSpec& spec) {
-  return spec.importance != nullptr && spec.importance->waits();
+StoreUse ImportanceUse(const ResolvedSpec& spec) {
+  return spec.importance != nullptr && spec.importance->waits()
+             ? StoreUse::kReadStatistics
+             : StoreUse::kNone;
 }
 
 absl::Status ReadImportance(const RpcEnvironment& env, const ResolvedSpec& spec,

@@ -18,12 +18,13 @@
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/tensor_accumulator.h"
 #include "server/rpc/tensor_buffer.h"
+#include "server/rpc/tensor_job.h"
 #include "server/wire/chunk_writer.h"
 
 namespace quantd::server {
 
-// Whether ReadImportance asks the store.
-bool ImportanceWaits(const ResolvedSpec& spec);
+// Of ReadImportance.
+StoreUse ImportanceUse(const ResolvedSpec& spec);
 // Reads the importance of the spec of a header, if it has one.
 // Errors: those of SpecImportance::Read, at fields of the header.
 absl::Status ReadImportance(const RpcEnvironment& env, const ResolvedSpec& spec,
@@ -38,8 +39,8 @@ absl::StatusOr<std::unique_ptr<TensorAccumulator>> MakeHeldAccumulator(
 // Holds the reals, with the statistics that its spec needs.
 class HeldQuantizeJob : public BufferedQuantizeJob {
  public:
-  bool ResolveWaits() const override {
-    return spec_ != nullptr && ImportanceWaits(*spec_);
+  StoreUse ResolveUse() const override {
+    return spec_ != nullptr ? ImportanceUse(*spec_) : StoreUse::kNone;
   }
   absl::Status Resolve(ChunkWriter* out) override;
 

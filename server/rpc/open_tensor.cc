@@ -166,10 +166,15 @@ void OpenTensor::Close(bool ok) {
 }
 
 StepKind OpenTensor::next_step() const {
-  if (waits()) {
-    const bool writes =
-        resolved() ? job_->FinishWrites() : job_->ResolveWrites();
-    return writes ? StepKind::kWrite : StepKind::kStore;
+  switch (store_use()) {
+    case StoreUse::kRead:
+      return StepKind::kStore;
+    case StoreUse::kReadStatistics:
+      return StepKind::kStatistics;
+    case StoreUse::kWrite:
+      return StepKind::kWrite;
+    case StoreUse::kNone:
+      break;
   }
   if (finishing() && job_->FinishIsLong()) return StepKind::kLong;
   return job_->light() ? StepKind::kLight : StepKind::kQuantum;

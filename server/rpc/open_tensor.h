@@ -100,11 +100,13 @@ class OpenTensor {
   absl::Duration finish_time() const { return finish_time_; }
 
  private:
-  // Its next step waits for a store.
-  bool waits() const {
-    return checked() && (resolved() ? finishing() && job_->FinishWaits()
-                                    : job_->ResolveWaits());
+  // What its next step does with a store.
+  StoreUse store_use() const {
+    if (!checked()) return StoreUse::kNone;
+    if (!resolved()) return job_->ResolveUse();
+    return finishing() ? job_->FinishUse() : StoreUse::kNone;
   }
+  bool waits() const { return store_use() != StoreUse::kNone; }
   // Bytes that come of it, as far as is known. Requires: checked().
   int64_t size_bytes() const {
     return job_->frame().end_bytes - job_->frame().begin_bytes;

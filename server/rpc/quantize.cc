@@ -65,10 +65,10 @@ class StreamingQuantizeJob final : public TensorJob {
         source_field_(source_field),
         range_(std::move(range)) {}
 
-  bool ResolveWaits() const override {
-    return source_.waits() || task_.store_key.has_value();
+  StoreUse ResolveUse() const override {
+    if (task_.store_key.has_value()) return StoreUse::kWrite;
+    return source_.waits() ? StoreUse::kRead : StoreUse::kNone;
   }
-  bool ResolveWrites() const override { return task_.store_key.has_value(); }
   // What is stored must not be turned away after it was stored.
   bool light() const override {
     return !task_.store_key.has_value() &&
@@ -149,12 +149,12 @@ class StreamingQuantizeJob final : public TensorJob {
   void EndQuantum() override { producer_->End(); }
 
   // Scales that came in chunks are stored when all are there.
-  bool FinishWaits() const override {
-    return incoming_ != nullptr && task_.store_key.has_value() && !stored_;
+  StoreUse FinishUse() const override {
+    return StoresAtTheEnd() ? StoreUse::kWrite : StoreUse::kNone;
   }
 
   absl::StatusOr<bool> Finish(ChunkWriter* out) override {
-    if (FinishWaits()) {
+    if (StoresAtTheEnd()) {
       absl::StatusOr<std::shared_ptr<const core::Encoding>> whole =
           incoming_->TakeWhole();
       if (!whole.ok()) return whole.status();
@@ -170,6 +170,10 @@ class StreamingQuantizeJob final : public TensorJob {
   }
 
  private:
+  bool StoresAtTheEnd() const {
+    return incoming_ != nullptr && task_.store_key.has_value() && !stored_;
+  }
+
   const RpcEnvironment& env_;
   const QuantizeTask task_;
   const EncodingSource source_;
@@ -269,7 +273,7 @@ class BlockQuantizeJob final : public BufferedQuantizeJob {
                         quantizer_->has_zero_points(), &encoding_);
   }
 
-  bool ResolveWaits() const override { return ImportanceWaits(*spec_); }
+  StoreUse ResolveUse() const override { return ImportanceUse(*spec_); }
   absl::Status Resolve(ChunkWriter* out) override {
     return ReadImportance(env(), *spec_, stop());
   }
@@ -359,7 +363,7 @@ class LocalQuantizeJob final : public TensorJob {
     }
   }
 
-  bool ResolveWaits() const override { return ImportanceWaits(*spec_); }
+  StoreUse ResolveUse() const override { return ImportanceUse(*spec_); }
   absl::Status Resolve(ChunkWriter* out) override {
     absl::Status status = ReadImportance(env_, *spec_, stop());
     if (!status.ok()) return status;
@@ -441,12 +445,12 @@ class LocalQuantizeJob final : public TensorJob {
     std::vector<uint8_t>().swap(scales_.scale_code);
   }
 
-  bool FinishWaits() const override {
-    return task_.store_key.has_value() && !stored_;
+  StoreUse FinishUse() const override {
+    return StoresAtTheEnd() ? StoreUse::kWrite : StoreUse::kNone;
   }
 
   absl::StatusOr<bool> Finish(ChunkWriter* out) override {
-    if (FinishWaits()) {
+    if (StoresAtTheEnd()) {
       whole_.degenerate_count = quantizer_->degenerate_count();
       absl::StatusOr<StoredEncoding> stored = task_.store->Put(
           *task_.store_key,
@@ -462,6 +466,10 @@ class LocalQuantizeJob final : public TensorJob {
   }
 
  private:
+  bool StoresAtTheEnd() const {
+    return task_.store_key.has_value() && !stored_;
+  }
+
   const RpcEnvironment& env_;
   const QuantizeTask task_;
   const std::shared_ptr<const ResolvedSpec> spec_;

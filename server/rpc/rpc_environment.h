@@ -29,6 +29,7 @@ struct RpcEnvironment {
   core::ThreadPool* store_pool;
   core::ThreadPool* write_pool;
   // Of lower priority than those above.
+  core::ThreadPool* statistics_pool;
   core::ThreadPool* long_pool;
   // Helps those computations, at their priority; null with one thread.
   core::ThreadPool* helper_pool;

@@ -12,6 +12,8 @@ core::ThreadPool* PoolOf(const RpcEnvironment& env, StepKind kind) {
   switch (kind) {
     case StepKind::kStore:
       return env.store_pool;
+    case StepKind::kStatistics:
+      return env.statistics_pool;
     case StepKind::kWrite:
       return env.write_pool;
     case StepKind::kLong:

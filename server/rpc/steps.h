@@ -25,6 +25,10 @@ enum class StepKind {
   kQuantum,
   // Waits for a store: a thread that may wait and runs no kernel.
   kStore,
+  // The same to read statistics, and to put those of all sources together,
+  // which may take seconds: apart, so that no other read waits behind it, and
+  // of lower priority, as kLong.
+  kStatistics,
   // The same to write, which others may keep waiting for seconds: apart, so
   // that no read waits behind it.
   kWrite,
@@ -34,6 +38,17 @@ enum class StepKind {
   // gRPC, whose threads would be as low as those that start them.
   kLong,
 };
+
+// Whether the thread of such a step waits for a store.
+constexpr bool MayWait(StepKind kind) {
+  return kind == StepKind::kStore || kind == StepKind::kStatistics ||
+         kind == StepKind::kWrite;
+}
+
+// Whether it is of lower priority, and so calls nothing of gRPC.
+constexpr bool IsLowPriority(StepKind kind) {
+  return kind == StepKind::kStatistics || kind == StepKind::kLong;
+}
 
 // Whether a thread that is there for steps of kind `there` may do one of kind
 // `next`.

@@ -86,6 +86,7 @@ class SweepCall final
     return ties_.CheckSeen(request().model(), request().revision());
   }
 
+  StepKind load_step() const override { return StepKind::kStatistics; }
   absl::StatusOr<bool> Load() override {
     if (next_ < revision_.entries().size()) {
       const StatisticsListEntry& entry = revision_.entries()[next_];

@@ -23,6 +23,10 @@
 
 namespace quantd::server {
 
+// What a call of a job does with a store, for which it waits; of several, the
+// last.
+enum class StoreUse { kNone, kRead, kReadStatistics, kWrite };
+
 // Which bytes come up, and in what portions a job takes them.
 struct TensorFrame {
   // The bytes of the tensor that come, [begin_bytes, end_bytes).
@@ -47,8 +51,8 @@ struct TensorFrame {
 //
 // After an error nothing more is called; only Reserve and PushScales may be
 // tried again, if it is MEMORY_BUDGET with a retry delay. Calls are short and
-// do not wait. Exceptions are announced by FinishIsLong, ResolveWaits and
-// FinishWaits.
+// do not wait. Exceptions are announced by FinishIsLong, ResolveUse and
+// FinishUse.
 class TensorJob {
  public:
   virtual ~TensorJob() = default;
@@ -57,13 +61,10 @@ class TensorJob {
   // more: when `stopped`, which outlives the job.
   void StopWhen(const std::atomic<bool>* stopped) { stopped_ = stopped; }
 
-  // The next call of Resolve or Finish waits for a store, so that it has to be
-  // made on a thread that may wait and runs no kernel.
-  virtual bool ResolveWaits() const { return false; }
-  virtual bool FinishWaits() const { return false; }
-  // It waits to write there.
-  virtual bool ResolveWrites() const { return false; }
-  virtual bool FinishWrites() const { return true; }
+  // What the next call of Resolve or Finish does with a store. Unless that is
+  // nothing, it is made on a thread that may wait and runs no kernel.
+  virtual StoreUse ResolveUse() const { return StoreUse::kNone; }
+  virtual StoreUse FinishUse() const { return StoreUse::kNone; }
   // The next call of Finish may take more than kShortWork: it is made on a
   // thread for that, and looks at stop().
   virtual bool FinishIsLong() const { return false; }

@@ -45,9 +45,7 @@ absl::Status TensorSequence::WorkOnTensor(StepKind kind, bool over_share) {
       absl::Status status = tensor_->Resolve(message_->envelope, &writer_);
       if (!status.ok()) return status;
     }
-    if (kind == StepKind::kStore || kind == StepKind::kWrite) {
-      return absl::OkStatus();
-    }
+    if (MayWait(kind)) return absl::OkStatus();
     absl::Status status = tensor_->Feed(message_->region, over_share, &writer_);
     if (!status.ok()) return status;
     if (!tensor_->finishing() || !MayDo(kind, next_step())) {

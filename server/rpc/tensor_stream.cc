@@ -266,8 +266,8 @@ void TensorStream::Work(StepKind kind) {
     tensors_.End();
     return absl::OkStatus();
   });
-  if (kind != StepKind::kLong) return EndWork(std::move(status), end_of_stream);
-  account_.EndLong();
+  if (kind == StepKind::kLong) account_.EndLong();
+  if (!IsLowPriority(kind)) return EndWork(std::move(status), end_of_stream);
   Schedule(env_, StepKind::kQuantum, [self = shared_from_this(), status] {
     self->EndWork(status, /*end_of_stream=*/false);
   });

@@ -15,8 +15,7 @@ namespace quantd::server {
 // Makes one message at a time, and the next one when the client has taken it.
 // Between steps it ends if the client is gone or the server is out of time.
 // Before Open and Load it also ends if the server drains, or if the caller may
-// no longer make the call. Only Open and Compute run on threads of lower
-// priority.
+// no longer make the call.
 template <typename Request, typename Response>
 class TensorwiseCall : public EncodingCall {
  protected:
@@ -30,8 +29,9 @@ class TensorwiseCall : public EncodingCall {
   // wait for a store, as may Compute: both look at stop(). An error ends the
   // call.
   virtual absl::Status Open() = 0;
-  // Reads what the next message needs, in a step of the store; false when there
+  // Reads what the next message needs, in a step of that kind; false when there
   // is no further one. An error ends the call.
+  virtual StepKind load_step() const = 0;
   virtual absl::StatusOr<bool> Load() = 0;
   // Makes the message. An error ends the call.
   virtual absl::Status Compute(Response* response) = 0;
@@ -61,16 +61,22 @@ class TensorwiseCall : public EncodingCall {
   }
 
   void ScheduleLoad() {
-    this->Schedule(StepKind::kStore, [this] { LoadStep(); });
+    this->Schedule(load_step(), [this] { LoadStep(); });
   }
 
   void LoadStep() {
-    if (!MayGoOn()) return;
-    const absl::StatusOr<bool> loaded = Load();
-    if (!IsWanted()) return;
-    if (!loaded.ok()) return End(loaded.status());
-    if (!*loaded) return End(absl::OkStatus());
-    this->Schedule(StepKind::kLong, [this] { ComputeStep(); });
+    absl::StatusOr<bool> loaded = false;
+    if (absl::Status s = CheckGoesOn(); !s.ok()) {
+      loaded = std::move(s);
+    } else {
+      loaded = Load();
+    }
+    if (loaded.ok() && *loaded) {
+      return this->Schedule(StepKind::kLong, [this] { ComputeStep(); });
+    }
+    this->Schedule(StepKind::kQuantum, [this, status = loaded.status()] {
+      if (IsWanted()) End(status);
+    });
   }
 
   void ComputeStep() {

@@ -13,12 +13,13 @@
 
 namespace quantd::server {
 
-// What the store found, rather than a failure of it.
+// What the store found, or that nobody waits for it any more, rather than a
+// failure of the store.
 inline bool IsAnswer(const absl::Status& status) {
   return status.ok() || absl::IsNotFound(status) ||
          absl::IsInvalidArgument(status) ||
          absl::IsFailedPrecondition(status) ||
-         absl::IsResourceExhausted(status);
+         absl::IsResourceExhausted(status) || absl::IsCancelled(status);
 }
 template <typename T>
 bool IsAnswer(const absl::StatusOr<T>& result) {

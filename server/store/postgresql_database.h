@@ -34,7 +34,7 @@ class PostgresqlDatabase : public SqlDatabase {
     // As libpq takes it: "postgresql://user@host1,host2/name?sslmode=...", or
     // "host=/run/postgresql dbname=quantd".
     std::string url;
-    int connections = 8;
+    int connections = 12;
     // Between two signs of life of the database, and for a lock.
     absl::Duration timeout = absl::Milliseconds(800);
   };

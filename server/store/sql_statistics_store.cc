@@ -63,8 +63,12 @@ constexpr char kSelectHead[] =
                    piece) ") FROM statistics " QUANTD_OF_SOURCE;
 constexpr char kSelectBody[] =
     "SELECT averages, body FROM statistics " QUANTD_OF_SOURCE;
-// A row per source and piece, of Gram matrices the first; the large columns of
-// a source, and the size of its Gram matrix, with the first.
+// Of a tensor.
+constexpr char kSelectSources[] =
+    "SELECT source FROM statistics WHERE set_id = " QUANTD_STATISTICS_SET
+    " AND tensor = $3 ORDER BY source";
+// A row per piece of a source, of its Gram matrix the first; the large columns
+// of the source, and the size of its Gram matrix, with the first.
 constexpr char kSelectAll[] =
     "SELECT " QUANTD_ROW_COLUMNS
     ", CASE WHEN COALESCE(pieces.piece, 0) = 0 THEN averages END, "
@@ -84,10 +88,10 @@ constexpr char kSelectAll[] =
     "AND pieces.sequence = statistics.sequence "
     "AND " QUANTD_IS_NO_SUM(pieces.piece) " "
     "WHERE statistics.set_id = " QUANTD_STATISTICS_SET " "
-    "AND statistics.tensor = $3 AND ($4 = '' OR statistics.source = $4) "
-    "ORDER BY statistics.source, pieces.piece";
-// A row per source and piece of its Gram matrix; one of a source that has none,
-// with the size of all that it has.
+    "AND statistics.tensor = $3 AND statistics.source = $4 "
+    "ORDER BY pieces.piece";
+// A row per piece of the Gram matrix of a source; one if it has none, with the
+// size of all that it has.
 constexpr char kSelectGram[] =
     "SELECT " QUANTD_ROW_COLUMNS
     ", COALESCE(pieces.piece, -1), pieces.checksum, pieces.bytes, "
@@ -105,8 +109,8 @@ constexpr char kSelectGram[] =
     "AND pieces.sequence = statistics.sequence "
     "AND " QUANTD_IS_OF_GRAM(pieces.piece) " "
     "WHERE statistics.set_id = " QUANTD_STATISTICS_SET " "
-    "AND statistics.tensor = $3 AND ($4 = '' OR statistics.source = $4) "
-    "ORDER BY statistics.source, pieces.piece";
+    "AND statistics.tensor = $3 AND statistics.source = $4 "
+    "ORDER BY pieces.piece";
 // The same of its moments.
 constexpr char kSelectMoments[] =
     "SELECT " QUANTD_ROW_COLUMNS
@@ -118,8 +122,7 @@ constexpr char kSelectMoments[] =
     "AND pieces.sequence = statistics.sequence "
     "AND " QUANTD_IS_OF_MOMENTS(pieces.piece) " "
     "WHERE statistics.set_id = " QUANTD_STATISTICS_SET " "
-    "AND statistics.tensor = $3 AND ($4 = '' OR statistics.source = $4) "
-    "ORDER BY statistics.source";
+    "AND statistics.tensor = $3 AND statistics.source = $4";
 // A piece of each other source that has it.
 constexpr char kSelectOtherPieces[] =
     "SELECT pieces.source, pieces.sequence, pieces.checksum, pieces.bytes "
@@ -895,6 +898,42 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
   return outcome;
 }
 
+absl::Status SqlStatisticsStore::ForEachSource(
+    const EncodingKey& key, absl::string_view only,
+    absl::FunctionRef<absl::StatusOr<bool>(SqlConnection&,
+                                           const std::string& source)>
+        read) {
+  std::vector<std::string> sources;
+  if (!only.empty()) sources.emplace_back(only);
+  const auto list = [&](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kSelectSources);
+    row->BindKey(key);
+    while (true) {
+      absl::StatusOr<bool> found = row->Step("cannot read statistics");
+      if (!found.ok()) return found.status();
+      if (!*found) return absl::OkStatus();
+      sources.emplace_back(row->Bytes(0));
+    }
+  };
+  if (only.empty()) {
+    if (absl::Status s = database_->Read(list); !s.ok()) return s;
+  }
+  bool is_there = false;
+  for (const std::string& source : sources) {
+    const auto read_one = [&](SqlConnection& connection) -> absl::Status {
+      const absl::StatusOr<bool> found = read(connection, source);
+      if (found.ok() && *found) is_there = true;
+      return found.status();
+    };
+    if (absl::Status s = database_->Read(read_one); !s.ok()) return s;
+  }
+  if (is_there) return absl::OkStatus();
+  return database_->Read([&](SqlConnection& connection) {
+    return NoSuchStatistics(connection, key);
+  });
+}
+
 absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadStatistics(
     const EncodingKey& key,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
@@ -902,13 +941,14 @@ absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadStatistics(
 }
 
 absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadSources(
-    const EncodingKey& key, absl::string_view source,
+    const EncodingKey& key, absl::string_view only,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   // A bin takes about four times as much as its varints: in the state of the
   // source, and in the merged one, which may not have had it.
   constexpr int64_t kMemoryPerStoredByte = 8;
   StoredStatistics stored;
-  const auto read = [&](SqlConnection& connection) -> absl::Status {
+  const auto read = [&](SqlConnection& connection,
+                        const std::string& source) -> absl::StatusOr<bool> {
     const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectAll);
     row->BindKey(key);
     row->BindText(4, source);
@@ -916,11 +956,6 @@ absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadSources(
     while (true) {
       absl::StatusOr<bool> found = row->Step("cannot read statistics");
       if (!found.ok()) return found.status();
-      if (reader.has_value() &&
-          (!*found || row->Bytes(0) != reader->head().source)) {
-        if (absl::Status s = AddSource(&*reader, &stored); !s.ok()) return s;
-        reader.reset();
-      }
       if (!*found) break;
       if (!reader.has_value()) {
         absl::StatusOr<StatisticsRowHead> head = ReadHead(key, *row);
@@ -934,10 +969,12 @@ absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadSources(
       }
       if (absl::Status s = reader->Add(*row); !s.ok()) return s;
     }
-    return stored.sources.empty() ? NoSuchStatistics(connection, key)
-                                  : absl::OkStatus();
+    if (!reader.has_value()) return false;
+    absl::Status status = AddSource(&*reader, &stored);
+    if (!status.ok()) return status;
+    return true;
   };
-  if (absl::Status s = database_->Read(read); !s.ok()) return s;
+  if (absl::Status s = ForEachSource(key, only, read); !s.ok()) return s;
   return stored;
 }
 
@@ -948,50 +985,42 @@ absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGram(
 }
 
 absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGrams(
-    const EncodingKey& key, absl::string_view source,
+    const EncodingKey& key, absl::string_view only,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   // The sums, and the state that is made of them.
   constexpr int64_t kCopies = 2;
   absl::optional<core::GramState::Parts> whole;
-  const auto read = [&](SqlConnection& connection) -> absl::Status {
+  const auto read = [&](SqlConnection& connection,
+                        const std::string& source) -> absl::StatusOr<bool> {
     const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectGram);
     row->BindKey(key);
     row->BindText(4, source);
-    bool is_there = false;
-    absl::optional<StatisticsRowHead> head;
     absl::optional<GramAssembler> assembler;
+    bool is_there = false;
     while (true) {
       absl::StatusOr<bool> found = row->Step("cannot read a Gram matrix");
       if (!found.ok()) return found.status();
-      if (assembler.has_value() && (!*found || row->Bytes(0) != head->source)) {
-        if (absl::Status s = assembler->Finish(); !s.ok()) return s;
-        assembler.reset();
-      }
       if (!*found) break;
-      is_there = true;
+      const bool is_first = !std::exchange(is_there, true);
       const int64_t piece = row->Int(9);
-      if (piece < 0) {
-        absl::StatusOr<StatisticsRowHead> without = ReadHead(key, *row);
-        if (!without.ok()) return without.status();
-        // It had more, such as a Gram matrix.
-        if (without->size_bytes != row->Int(12)) {
-          return SourceCorruptError(key, without->source, "lack pieces");
-        }
-        continue;
-      }
-      const bool is_first = !assembler.has_value();
       if (is_first) {
-        absl::StatusOr<StatisticsRowHead> of_source = ReadHead(key, *row);
-        if (!of_source.ok()) return of_source.status();
-        head = *std::move(of_source);
-        assembler.emplace(SourceVersion{key, head->source, head->sequence});
+        absl::StatusOr<StatisticsRowHead> head = ReadHead(key, *row);
+        if (!head.ok()) return head.status();
+        if (piece < 0) {
+          // It had more, such as a Gram matrix.
+          if (head->size_bytes != row->Int(12)) {
+            return SourceCorruptError(key, source, "lack pieces");
+          }
+          return true;
+        }
+        assembler.emplace(SourceVersion{key, source, head->sequence});
       }
       absl::StatusOr<absl::Span<const int64_t>> sums = assembler->Add(
           piece, static_cast<uint64_t>(row->Int(10)), row->Bytes(11));
       if (!sums.ok()) return sums.status();
       if (is_first) {
         absl::Status status =
-            AddStoredGramHead(key, head->source, assembler->head(), &whole);
+            AddStoredGramHead(key, source, assembler->head(), &whole);
         if (!status.ok()) return status;
         const int64_t count = GramSumCount(*whole);
         status =
@@ -1003,9 +1032,12 @@ absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGrams(
       int64_t* const to = whole->code_sums.data() + assembler->first_sum();
       for (size_t i = 0; i < sums->size(); ++i) to[i] += (*sums)[i];
     }
-    return is_there ? absl::OkStatus() : NoSuchStatistics(connection, key);
+    if (assembler.has_value()) {
+      if (absl::Status s = assembler->Finish(); !s.ok()) return s;
+    }
+    return is_there;
   };
-  if (absl::Status s = database_->Read(read); !s.ok()) return s;
+  if (absl::Status s = ForEachSource(key, only, read); !s.ok()) return s;
   if (!whole.has_value()) return absl::optional<core::GramState>();
   absl::StatusOr<core::GramState> gram =
       core::GramState::FromParts(*std::move(whole));
@@ -1041,40 +1073,35 @@ SqlStatisticsStore::ReadMoments(
 
 absl::StatusOr<absl::optional<core::AxisMoments>>
 SqlStatisticsStore::ReadMomentsOf(
-    const EncodingKey& key, absl::string_view source,
+    const EncodingKey& key, absl::string_view only,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   absl::optional<core::AxisMoments> whole;
-  const auto read = [&](SqlConnection& connection) -> absl::Status {
+  const auto read = [&](SqlConnection& connection,
+                        const std::string& source) -> absl::StatusOr<bool> {
     const std::unique_ptr<SqlStatement> row =
         connection.Prepare(kSelectMoments);
     row->BindKey(key);
     row->BindText(4, source);
-    bool is_there = false;
-    while (true) {
-      absl::StatusOr<bool> found = row->Step("cannot read moments");
-      if (!found.ok()) return found.status();
-      if (!*found) break;
-      is_there = true;
-      if (row->Int(9) < 0) continue;
-      const absl::StatusOr<StatisticsRowHead> head = ReadHead(key, *row);
-      if (!head.ok()) return head.status();
-      absl::StatusOr<core::AxisMoments> part = ReadMomentsPiece(
-          {key, head->source, head->sequence},
-          static_cast<uint64_t>(row->Int(10)), row->Bytes(11), proceed);
-      if (!part.ok()) return part.status();
-      if (!whole.has_value()) {
-        whole = *std::move(part);
-        continue;
-      }
-      absl::Status status = core::MergeMoments(*part, &*whole);
-      // They were checked when they were written.
-      if (!status.ok()) {
-        return SourceCorruptError(key, head->source, status.message());
-      }
+    absl::StatusOr<bool> found = row->Step("cannot read moments");
+    if (!found.ok() || !*found || row->Int(9) < 0) return found;
+    const absl::StatusOr<StatisticsRowHead> head = ReadHead(key, *row);
+    if (!head.ok()) return head.status();
+    absl::StatusOr<core::AxisMoments> part = ReadMomentsPiece(
+        {key, source, head->sequence}, static_cast<uint64_t>(row->Int(10)),
+        row->Bytes(11), proceed);
+    if (!part.ok()) return part.status();
+    if (!whole.has_value()) {
+      whole = *std::move(part);
+      return true;
     }
-    return is_there ? absl::OkStatus() : NoSuchStatistics(connection, key);
+    absl::Status status = core::MergeMoments(*part, &*whole);
+    // They were checked when they were written.
+    if (!status.ok()) {
+      return SourceCorruptError(key, source, status.message());
+    }
+    return true;
   };
-  if (absl::Status s = database_->Read(read); !s.ok()) return s;
+  if (absl::Status s = ForEachSource(key, only, read); !s.ok()) return s;
   return whole;
 }
 

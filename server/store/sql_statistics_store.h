@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -60,15 +61,23 @@ class SqlStatisticsStore : public StatisticsStore {
       absl::FunctionRef<void(const absl::Status&)> damaged);
 
  private:
-  // Of all sources, or unless it is empty of one.
+  // Has each source of a tensor read, or unless that is empty the only one, in
+  // a transaction of its own: nobody waits for all of them. `read` answers
+  // whether it is there.
+  // Errors: STATISTICS_NOT_FOUND for none, those of `read`, STORE_UNAVAILABLE.
+  absl::Status ForEachSource(const EncodingKey& key, absl::string_view only,
+                             absl::FunctionRef<absl::StatusOr<bool>(
+                                 SqlConnection&, const std::string& source)>
+                                 read);
+  // Of all sources, or unless that is empty of the only one.
   absl::StatusOr<StoredStatistics> ReadSources(
-      const EncodingKey& key, absl::string_view source,
+      const EncodingKey& key, absl::string_view only,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed);
   absl::StatusOr<absl::optional<core::GramState>> ReadGrams(
-      const EncodingKey& key, absl::string_view source,
+      const EncodingKey& key, absl::string_view only,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed);
   absl::StatusOr<absl::optional<core::AxisMoments>> ReadMomentsOf(
-      const EncodingKey& key, absl::string_view source,
+      const EncodingKey& key, absl::string_view only,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed);
 
   // Of all sources, or unless it is empty of one; `check` may refuse it.

@@ -25,7 +25,8 @@
 namespace quantd::server {
 namespace {
 
-constexpr int kReaderCount = 4;
+// As many as threads read; see quantd_server.cc.
+constexpr int kReaderCount = 8;
 constexpr int kBusyTimeoutMs = 5000;
 constexpr int kApplicationId = 0x716e7464;  // "qntd"
 

@@ -38,10 +38,9 @@ struct FakeTensor {
                             /*unit_bytes=*/4, /*granule_bytes=*/4,
                             /*quantum_bytes=*/8};
   bool light = false;
-  bool resolve_waits = false;
-  bool resolve_writes = false;
+  server::StoreUse resolve_use = server::StoreUse::kNone;
   // Of each call of Finish.
-  std::vector<bool> finish_waits = {false};
+  std::vector<server::StoreUse> finish_use = {server::StoreUse::kNone};
   bool finish_is_long = false;
   absl::Duration search_time;
   absl::Duration feed_search_time;
@@ -87,10 +86,11 @@ class FakeTensorRpc final : public server::TensorRpc {
     }
     ~Job() override { rpc_->calls.push_back("gone"); }
 
-    bool ResolveWaits() const override { return rpc_->tensor.resolve_waits; }
-    bool ResolveWrites() const override { return rpc_->tensor.resolve_writes; }
-    bool FinishWaits() const override {
-      return rpc_->tensor.finish_waits[finished_];
+    server::StoreUse ResolveUse() const override {
+      return rpc_->tensor.resolve_use;
+    }
+    server::StoreUse FinishUse() const override {
+      return rpc_->tensor.finish_use[finished_];
     }
     bool FinishIsLong() const override { return rpc_->tensor.finish_is_long; }
     bool light() const override { return rpc_->tensor.light; }
@@ -126,7 +126,7 @@ class FakeTensorRpc final : public server::TensorRpc {
     absl::StatusOr<bool> Finish(server::ChunkWriter* out) override {
       rpc_->calls.push_back("finish");
       if (!rpc_->tensor.finish.ok()) return rpc_->tensor.finish;
-      if (++finished_ < rpc_->tensor.finish_waits.size()) return false;
+      if (++finished_ < rpc_->tensor.finish_use.size()) return false;
       --finished_;
       out->SetSummary(v1::QuantizeSummary());
       return true;
@@ -150,6 +150,7 @@ class FakeEnvironment {
     env.pool = &pool;
     env.store_pool = &store_pool;
     env.write_pool = &write_pool;
+    env.statistics_pool = &statistics_pool;
     env.long_pool = &long_pool;
   }
 
@@ -160,6 +161,7 @@ class FakeEnvironment {
   core::ThreadPool pool{1};
   core::ThreadPool store_pool{1};
   core::ThreadPool write_pool{1};
+  core::ThreadPool statistics_pool{1};
   core::ThreadPool long_pool{1};
   server::Authenticator authenticator{nullptr, nullptr, nullptr,
                                       nullptr, nullptr, &metrics};

@@ -247,13 +247,15 @@ TEST_F(OpenTensorTest, WhatIsMoreThanASearchCorrectsNoEstimate) {
 }
 
 TEST_F(OpenTensorTest, SaysWhatItsNextStepIsLike) {
-  rpc_.tensor.resolve_waits = true;
-  rpc_.tensor.finish_waits = {false, true};
+  rpc_.tensor.resolve_use = StoreUse::kRead;
+  rpc_.tensor.finish_use = {StoreUse::kNone, StoreUse::kWrite};
   ASSERT_TRUE(tensor_->Admit(0, kSmallBytes).ok());
   ASSERT_TRUE(CheckHeader().ok());
   EXPECT_EQ(tensor_->next_step(), StepKind::kStore);
   EXPECT_EQ(tensor_->PendingWork(8), absl::ZeroDuration());
-  rpc_.tensor.resolve_writes = true;
+  rpc_.tensor.resolve_use = StoreUse::kReadStatistics;
+  EXPECT_EQ(tensor_->next_step(), StepKind::kStatistics);
+  rpc_.tensor.resolve_use = StoreUse::kWrite;
   EXPECT_EQ(tensor_->next_step(), StepKind::kWrite);
   ASSERT_TRUE(tensor_->Resolve(Message(0, 8), &out_).ok());
   EXPECT_EQ(tensor_->next_step(), StepKind::kQuantum);

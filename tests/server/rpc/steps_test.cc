@@ -12,8 +12,8 @@ namespace {
 
 constexpr core::ThreadPool::Group kGroup = 7;
 constexpr StepKind kKinds[] = {StepKind::kLight, StepKind::kQuantum,
-                               StepKind::kStore, StepKind::kWrite,
-                               StepKind::kLong};
+                               StepKind::kStore, StepKind::kStatistics,
+                               StepKind::kWrite, StepKind::kLong};
 
 // What runs on a pool keeps it busy until it is let go.
 class StepsTest : public ::testing::Test {
@@ -22,6 +22,8 @@ class StepsTest : public ::testing::Test {
     switch (kind) {
       case StepKind::kStore:
         return &fake_.store_pool;
+      case StepKind::kStatistics:
+        return &fake_.statistics_pool;
       case StepKind::kWrite:
         return &fake_.write_pool;
       case StepKind::kLong:
@@ -57,8 +59,7 @@ TEST_F(StepsTest, EachKindHasThreadsOfItsOwn) {
                 PoolOf(other) == PoolOf(kind) ? 1 : 0)
           << static_cast<int>(kind) << " " << static_cast<int>(other);
     }
-    const bool computes = kind != StepKind::kStore && kind != StepKind::kWrite;
-    EXPECT_EQ(ComputingThreads(fake_.env, group), computes ? 1 : 0);
+    EXPECT_EQ(ComputingThreads(fake_.env, group), MayWait(kind) ? 0 : 1);
     EXPECT_EQ(ComputingThreads(fake_.env, group + 1), 0);
     let_go.Notify();
     ended.WaitForNotification();

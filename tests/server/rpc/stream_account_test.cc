@@ -30,6 +30,7 @@ class StreamAccountTest : public ::testing::Test {
     env_.pool = &pool_;
     env_.store_pool = &pool_;
     env_.write_pool = &pool_;
+    env_.statistics_pool = &pool_;
     env_.long_pool = &long_pool_;
   }
 

@@ -256,8 +256,8 @@ TEST_F(TensorSequenceTest, NoTensorBeginsWhileTheServerDrains) {
 }
 
 TEST_F(TensorSequenceTest, StepsThatWaitAreLeftToThreadsThatMay) {
-  rpc_.tensor.resolve_waits = true;
-  rpc_.tensor.finish_waits = {false, true};
+  rpc_.tensor.resolve_use = StoreUse::kRead;
+  rpc_.tensor.finish_use = {StoreUse::kNone, StoreUse::kWrite};
   Take(Header("abcdefgh"));
   EXPECT_TRUE(Step().ok());
   EXPECT_THAT(rpc_.calls, IsEmpty());

@@ -24,7 +24,7 @@
 #include "core/statistics/statistics_state.h"
 #include "core/types/encoding.h"
 #include "grpcpp/grpcpp.h"
-#include "quantd/v1/encoding_service.pb.h"
+#include "quantd/v1/encoding_service.grpc.pb.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
 #include "server/metrics/metrics.h"
 #include "server/quantd_server.h"
@@ -710,15 +710,14 @@ class EndlessStatistics : public StatisticsStore {
   absl::StatusOr<StoredStatistics> ReadStatistics(
       const EncodingKey& key,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override {
-    reading_.Notify();
+    ++reading_;
     const absl::Time end = absl::Now() + kLongEnough;
     absl::Status status;
     while (status.ok() && absl::Now() < end) {
       absl::SleepFor(absl::Milliseconds(1));
       status = proceed(1);
     }
-    was_ended_.store(!status.ok());
-    read_.Notify();
+    if (!status.ok()) ++ended_;
     return status.ok() ? core::StoreUnavailableError("nobody ended it")
                        : status;
   }
@@ -750,17 +749,19 @@ class EndlessStatistics : public StatisticsStore {
     return absl::UnimplementedError("");
   }
 
-  void AwaitReading() { reading_.WaitForNotification(); }
-  // Whether reading was ended, once it is over.
-  bool AwaitEnded() {
-    read_.WaitForNotification();
-    return was_ended_.load();
-  }
+  // Whether that many calls came to read.
+  bool AwaitReading(int count) { return Await(reading_, count); }
+  // Whether that many were ended.
+  bool AwaitEnded(int count) { return Await(ended_, count); }
 
  private:
-  absl::Notification reading_;
-  absl::Notification read_;
-  std::atomic<bool> was_ended_{false};
+  static bool Await(const std::atomic<int>& counter, int count) {
+    return testing::PollUntil(kLongEnough,
+                              [&] { return counter.load() >= count; });
+  }
+
+  std::atomic<int> reading_{0};
+  std::atomic<int> ended_{0};
 };
 
 // Calls that read such statistics, and are cancelled.
@@ -777,20 +778,23 @@ class EndlessStatisticsTest : public ::testing::Test {
   }
 
   void ExpectStops(const std::string& method, const std::string& request) {
-    testing::RawStream stream(
-        grpc::CreateChannel(server_->addresses()[0],
-                            grpc::InsecureChannelCredentials()),
-        method);
+    testing::RawStream stream(NewChannel(), method);
     ASSERT_TRUE(stream.Write(request));
-    statistics_.AwaitReading();
+    ASSERT_TRUE(statistics_.AwaitReading(1));
     stream.Cancel();
     stream.Finish();
-    EXPECT_TRUE(statistics_.AwaitEnded());
+    EXPECT_TRUE(statistics_.AwaitEnded(1));
   }
+
+  std::shared_ptr<grpc::Channel> NewChannel() const {
+    return grpc::CreateChannel(server_->addresses()[0],
+                               grpc::InsecureChannelCredentials());
+  }
+
+  EndlessStatistics statistics_;
 
  private:
   StuckStore store_;
-  EndlessStatistics statistics_;
   Metrics metrics_;
   std::unique_ptr<QuantdServer> server_;
 };
@@ -811,6 +815,31 @@ TEST_F(EndlessStatisticsTest, AGetThatHasEndedStopsReadingThem) {
   *request.mutable_name() = NamedHeader().tensor().name();
   ExpectStops("/quantd.v1.EncodingService/GetStatistics",
               request.SerializeAsString());
+}
+
+TEST_F(EndlessStatisticsTest, KeepNoOtherReadOfTheCallerWaiting) {
+  v1::GetStatisticsRequest request;
+  *request.mutable_name() = NamedHeader().tensor().name();
+  // More than there are threads for.
+  constexpr int kCalls = 8;
+  std::vector<std::unique_ptr<testing::RawStream>> streams;
+  for (int i = 0; i < kCalls; ++i) {
+    streams.push_back(std::make_unique<testing::RawStream>(
+        NewChannel(), "/quantd.v1.EncodingService/GetStatistics"));
+    ASSERT_TRUE(streams.back()->Write(request.SerializeAsString()));
+  }
+  ASSERT_TRUE(statistics_.AwaitReading(1));
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + kLongEnough / 4));
+  v1::GetServerInfoResponse response;
+  const grpc::Status status =
+      v1::EncodingService::NewStub(NewChannel())
+          ->GetServerInfo(&context, v1::GetServerInfoRequest(), &response);
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  for (const auto& stream : streams) {
+    stream->Cancel();
+    stream->Finish();
+  }
 }
 
 // What a stream is asked in turn: some of it is done where it arrives, some on

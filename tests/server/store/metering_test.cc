@@ -5,6 +5,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/errors.h"
+#include "core/parallel/stop_token.h"
 #include "server/metrics/metrics.h"
 #include "tests/support/metric_value.h"
 
@@ -58,6 +59,16 @@ TEST_F(MeteringTest, AWriteThatIsRefusedTellsNothing) {
   Do(StoreOperation::kPut, refused);
   Do(StoreOperation::kDelete, absl::NotFoundError("ENCODING_NOT_FOUND"));
   EXPECT_TRUE(WriteFailed());
+}
+
+TEST_F(MeteringTest, ACallThatNobodyWaitsForIsNoFailureOfTheStore) {
+  const auto failures = [this] {
+    return testing::MetricValue(metrics_, "quantd_store_errors_total");
+  };
+  Do(StoreOperation::kGetStatistics, core::StoppedError());
+  EXPECT_EQ(failures(), 0);
+  Do(StoreOperation::kGetStatistics, unavailable_);
+  EXPECT_EQ(failures(), 1);
 }
 
 TEST_F(MeteringTest, AnswersWhatTheCallAnswers) {
