@@ -96,10 +96,7 @@ Json CandidateJson(const v1::CandidateMetrics& candidate) {
   Json json = MetricsJson(candidate.label(), candidate.overall());
   json["mantissa_bits"] = candidate.mantissa_bits();
   if (candidate.has_output_noise()) {
-    const double ratio = candidate.output_noise().noise_to_signal();
-    json["output_noise"] = {{"noise_to_signal", ratio},
-                            {"sqnr_db", -10 * std::log10(ratio)},
-                            {"source", "gram"}};
+    json["output_noise"] = OutputNoiseJson(candidate.output_noise());
   }
   return json;
 }
@@ -503,10 +500,8 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
                              std::vector<std::string>* row) {
     row->push_back(DecibelText(metrics.sqnr_db()));
     if (has_inputs) {
-      row->push_back(
-          output == nullptr
-              ? ""
-              : DecibelText(-10 * std::log10(output->noise_to_signal())));
+      row->push_back(output == nullptr ? ""
+                                       : DecibelText(OutputSqnrDb(*output)));
     }
     row->push_back(NumberText(metrics.max_absolute_error()));
     if (options.with_distribution) {
@@ -582,6 +577,11 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
     Json json = {{"name", tensor.name},
                  {"shape", tensor.shape},
                  {"dtype", std::string(DtypeName(tensor.dtype))}};
+    if (result->candidates_size() > 0) {
+      const std::string clipped =
+          ClippedInputsText(tensor.name, result->candidates(0).output_noise());
+      if (!clipped.empty()) notes.push_back(clipped);
+    }
     if (compares) {
       note_not_finite(tensor, result->comparison());
       json["comparison"] = MetricsJson("", result->comparison());

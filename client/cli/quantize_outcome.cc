@@ -14,6 +14,21 @@
 #include "quantd/v1/quantization_service.pb.h"
 
 namespace quantd::cli {
+namespace {
+
+// A message of a record, if it has one; false where that is not sound.
+template <typename Message>
+bool ParseField(const Json& record, const char* key,
+                std::optional<Message>* message) {
+  const auto field = record.find(key);
+  if (field == record.end()) return true;
+  std::string bytes;
+  return field->is_string() &&
+         absl::Base64Unescape(field->get<std::string>(), &bytes) &&
+         message->emplace().ParseFromString(bytes);
+}
+
+}  // namespace
 
 std::string MetadataOf(const files::SafetensorsReader& file, const char* key) {
   const auto found = file.metadata().find(key);
@@ -29,6 +44,10 @@ Json RecordOf(const Outcome& outcome) {
                  {"infinity", outcome.infinity_count},
                  {"mantissa_bits", outcome.mantissa_bits}};
   if (outcome.is_compensated) record["rounding"] = "compensated";
+  if (outcome.output_noise.has_value()) {
+    record["output_noise"] =
+        absl::Base64Escape(outcome.output_noise->SerializeAsString());
+  }
   if (outcome.metrics.has_value()) {
     record["metrics"] =
         absl::Base64Escape(outcome.metrics->SerializeAsString());
@@ -58,12 +77,8 @@ std::optional<Outcome> ParseRecord(const Json& record) {
     *count = found->get<uint64_t>();
   }
   outcome.is_compensated = record.contains("rounding");
-  const auto metrics = record.find("metrics");
-  if (metrics == record.end()) return outcome;
-  std::string bytes;
-  if (!metrics->is_string() ||
-      !absl::Base64Unescape(metrics->get<std::string>(), &bytes) ||
-      !outcome.metrics.emplace().ParseFromString(bytes)) {
+  if (!ParseField(record, "output_noise", &outcome.output_noise) ||
+      !ParseField(record, "metrics", &outcome.metrics)) {
     return std::nullopt;
   }
   return outcome;

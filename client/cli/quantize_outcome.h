@@ -40,6 +40,8 @@ struct Outcome {
   uint64_t mantissa_bits = 0;
   // Rounded for the output of its layer, not each element by itself.
   bool is_compensated = false;
+  // Then what that makes of the output.
+  std::optional<v1::OutputNoise> output_noise;
   std::optional<v1::ErrorMetrics> metrics;
 };
 

@@ -238,6 +238,12 @@ class Output {
     most.infinity_count = UINT64_MAX;
     most.mantissa_bits = UINT64_MAX;
     most.is_compensated = plan_.roundings.count(tensor) > 0;
+    if (most.is_compensated) {
+      v1::OutputNoise& noise = most.output_noise.emplace();
+      noise.set_noise_to_signal(1);
+      noise.set_source(v1::OUTPUT_NOISE_SOURCE_GRAM);
+      noise.set_clipped_input_count(UINT64_MAX);
+    }
     Json record = RecordOf(most);
     if (options_.evaluate) record["metrics"] = std::string(kMetricsRoom, 'x');
     return record;

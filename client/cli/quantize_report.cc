@@ -35,6 +35,7 @@ struct Totals {
   uint64_t quantized_count = 0;
   uint64_t kept_count = 0;
   uint64_t clipped_count = 0;
+  bool has_output_noise = false;
   uint64_t nan_count = 0;
   uint64_t infinity_count = 0;
   std::set<std::string> formats;
@@ -76,6 +77,7 @@ Totals CountTensors(const QuantizePlan& plan) {
       }
       totals.clipped_count +=
           outcome.clipped_low_count + outcome.clipped_high_count;
+      totals.has_output_noise |= outcome.output_noise.has_value();
       totals.nan_count += outcome.nan_count;
       totals.infinity_count += outcome.infinity_count;
       if (!shard->is_written) continue;
@@ -119,6 +121,9 @@ Json OutcomeJson(const Shard& shard, const files::FileTensor& tensor,
     json["clipped_high_count"] = outcome.clipped_high_count;
     json["nan_count"] = outcome.nan_count;
     json["infinity_count"] = outcome.infinity_count;
+  }
+  if (outcome.output_noise.has_value()) {
+    json["output_noise"] = OutputNoiseJson(*outcome.output_noise);
   }
   if (outcome.metrics.has_value()) {
     json["sqnr_db"] = outcome.metrics->sqnr_db();
@@ -183,6 +188,7 @@ class RunReport {
       if (plan_.is_complete) session_.Print(SummaryText());
     }
     PrintNotFinite();
+    PrintClippedInputs();
     PrintLeftOut();
     PrintNearest();
     PrintUnweighted();
@@ -268,6 +274,9 @@ class RunReport {
       table.AddColumn("SQNR DB", Table::Align::kRight);
       table.AddColumn("MAX ERROR", Table::Align::kRight);
     }
+    if (totals_.has_output_noise) {
+      table.AddColumn("OUTPUT DB", Table::Align::kRight);
+    }
     if (HasClipped()) table.AddColumn("CLIPPED", Table::Align::kRight);
     if (HasNotFinite()) {
       table.AddColumn("NAN", Table::Align::kRight);
@@ -296,6 +305,11 @@ class RunReport {
       row.push_back(is_measured ? DecibelText(outcome.metrics->sqnr_db()) : "");
       row.push_back(
           is_measured ? NumberText(outcome.metrics->max_absolute_error()) : "");
+    }
+    if (totals_.has_output_noise) {
+      row.push_back(outcome.output_noise.has_value()
+                        ? DecibelText(OutputSqnrDb(*outcome.output_noise))
+                        : "");
     }
     const auto add_count = [&](uint64_t count) {
       row.push_back(outcome.is_quantized ? CountText(count) : "");
@@ -342,6 +356,22 @@ class RunReport {
                                      CountText(outcome.nan_count), " NaN and ",
                                      CountText(outcome.infinity_count),
                                      " infinities"));
+      }
+    }
+    PrintNotes(notes, &session_);
+  }
+
+  // The inputs that compensated rounding was done for are not quite those that
+  // were seen.
+  void PrintClippedInputs() {
+    std::vector<std::string> notes;
+    for (const std::unique_ptr<Shard>& shard : plan_.shards) {
+      for (const files::FileTensor& tensor : shard->input.tensors()) {
+        const Outcome& outcome = plan_.outcomes.at(tensor.name);
+        if (!outcome.output_noise.has_value()) continue;
+        const std::string text =
+            ClippedInputsText(tensor.name, *outcome.output_noise);
+        if (!text.empty()) notes.push_back(text);
       }
     }
     PrintNotes(notes, &session_);

@@ -35,6 +35,7 @@ v1::Rounding MakeRounding(const RoundingOptions& options,
   rounding.mutable_inputs()->set_tensor(inputs);
   if (options.damping.has_value()) rounding.set_damping(*options.damping);
   rounding.set_column_order(ColumnOrderOf(options.column_order));
+  rounding.set_measure_output(true);
   return rounding;
 }
 

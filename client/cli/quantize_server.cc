@@ -44,6 +44,9 @@ void SetOutcome(const QuantizeResult& result, uint64_t output_bytes,
   outcome->infinity_count =
       summary.positive_infinity_count() + summary.negative_infinity_count();
   outcome->mantissa_bits = result.header.mantissa_bits();
+  if (summary.has_output_noise()) {
+    outcome->output_noise = summary.output_noise();
+  }
 }
 
 }  // namespace

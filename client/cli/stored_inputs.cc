@@ -1,5 +1,6 @@
 #include "client/cli/stored_inputs.h"
 
+#include <cmath>
 #include <cstddef>
 #include <map>
 #include <optional>
@@ -13,6 +14,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "client/cli/session.h"
+#include "client/cli/table.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/text_file.h"
 #include "client/files/errors.h"
@@ -119,6 +121,28 @@ absl::Status NoInputsError(const InputsOptions& options) {
                    options.model, "\", revision ", options.revision,
                    ", got none for the tensors; quantctl calibrate --gram and "
                    "quantd.torch.calibrate with features=\"gram\" store them"));
+}
+
+double OutputSqnrDb(const v1::OutputNoise& noise) {
+  return -10 * std::log10(noise.noise_to_signal());
+}
+
+Json OutputNoiseJson(const v1::OutputNoise& noise) {
+  return {{"noise_to_signal", noise.noise_to_signal()},
+          {"sqnr_db", OutputSqnrDb(noise)},
+          {"source", "gram"},
+          {"clipped_input_count", noise.clipped_input_count()}};
+}
+
+std::string ClippedInputsText(const std::string& tensor,
+                              const v1::OutputNoise& noise) {
+  if (noise.clipped_input_count() == 0) return "";
+  return absl::StrCat(
+      "quantctl: tensor ", tensor,
+      " has inputs that are larger than its Gram matrix holds, and count as "
+      "smaller: ",
+      CountText(noise.clipped_input_count()),
+      "; contribute again, with inputs like all of them first");
 }
 
 }  // namespace quantd::cli

@@ -11,8 +11,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/cli/command_line.h"
+#include "client/cli/session.h"
 #include "client/cpp/client.h"
 #include "client/models/tie_groups.h"
+#include "quantd/v1/quantization_service.pb.h"
 
 namespace quantd::cli {
 
@@ -74,6 +76,13 @@ class StoredInputs {
 
 // That no tensor has inputs there.
 absl::Status NoInputsError(const InputsOptions& options);
+
+// What was measured at the output of a layer, for its inputs.
+double OutputSqnrDb(const v1::OutputNoise& noise);
+Json OutputNoiseJson(const v1::OutputNoise& noise);
+// That it is told too low; empty where it is not.
+std::string ClippedInputsText(const std::string& tensor,
+                              const v1::OutputNoise& noise);
 
 }  // namespace quantd::cli
 

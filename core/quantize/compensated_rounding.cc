@@ -254,6 +254,10 @@ class TaskQuantizer {
       LoadScales(rows_.factor.order()[block.first + first + k]);
       RoundColumn(x, elements + k * kWidth);
       StoreColumn();
+      if (first + k < block.live) {
+        AddOutputErrors(rows_.factor.pivots()[block.first + first + k],
+                        block.damping, x, elements + k * kWidth);
+      }
     }
   }
 
@@ -275,17 +279,29 @@ class TaskQuantizer {
     }
   }
 
-  // Codes of x [kWidth]. `elements` has w and gets q - w.
+  void AddOutputErrors(double pivot, double damping, const T* corrected,
+                       const T* errors) {
+    for (int64_t row = 0; row < row_count_; ++row) {
+      const double x = corrected[row];
+      const double e = errors[row];
+      rows_.output_errors[row] += pivot * (x * x) - damping * (e * e);
+    }
+  }
+
+  // Codes of x [kWidth], which gets x - q. `elements` has w and gets q - w.
   void RoundColumn(T* x, T* elements) {
     if constexpr (std::is_same_v<Rounder, WideRounder>) {
       for (int64_t row = 0; row < row_count_; ++row) {
         const T w = elements[row];
+        const T corrected = std::isfinite(x[row]) ? x[row] : w;
         const RoundedElement<T> rounded = RoundElement<T>(
             range_, range_.first + row * rows_.factor.columns() + column_.index,
-            std::isfinite(x[row]) ? x[row] : w, counts_);
+            corrected, counts_);
         column_.code[row] = rounded.code;
         const T error = rounded.value - w;
-        elements[row] = std::isfinite(error) ? error : T{0};
+        const bool is_finite = std::isfinite(error);
+        elements[row] = is_finite ? error : T{0};
+        x[row] = is_finite ? corrected - rounded.value : T{0};
       }
     } else {
       const D d;
@@ -304,6 +320,9 @@ class TaskQuantizer {
         const auto error = hn::Sub(rounded.value, w);
         const auto is_finite = hn::IsFinite(error);
         hn::Store(hn::IfThenElseZero(is_finite, error), d, elements + i);
+        hn::Store(
+            hn::IfThenElseZero(is_finite, hn::Sub(corrected, rounded.value)), d,
+            x + i);
         const auto clipped = hn::Or(rounded.below, rounded.above);
         // Errors of NaN and infinities are not finite, nor are those under a
         // scale of NaN.
@@ -471,9 +490,10 @@ absl::Status QuantizeCompensated(const CompensationFactor& factor,
                                  const BlockLayout& layout, ElementType type,
                                  NanPolicy nan_policy, int64_t first_row,
                                  int64_t rows, const uint8_t* in, uint8_t* out,
-                                 QuantizeCounts* counts, ThreadPool* pool,
-                                 StopToken stop) {
+                                 double* output_errors, QuantizeCounts* counts,
+                                 ThreadPool* pool, StopToken stop) {
   const int64_t columns = factor.columns();
+  std::fill(output_errors, output_errors + rows, 0.0);
   if (rows == 0 || columns == 0) return absl::OkStatus();
   const FormatInfo& format = *FindFormat(encoding.format);
   const std::vector<int64_t> column_scale =
@@ -496,11 +516,12 @@ absl::Status QuantizeCompensated(const CompensationFactor& factor,
   ParallelFor(pool, tasks, [&](int64_t task) {
     if (stop.stopped()) return;
     const QuantizeRange range = task_range(task);
-    const CompensatedRange task_rows{factor, range, column_scale.data(), stop};
+    const CompensatedRange of_task{factor, range, column_scale.data(),
+                                   output_errors + task * task_rows, stop};
     if (internal::UsesScalarKernels()) {
-      QuantizeCompensatedScalar(task_rows, &task_counts[task]);
+      QuantizeCompensatedScalar(of_task, &task_counts[task]);
     } else {
-      HWY_DYNAMIC_DISPATCH(QuantizeTask)(task_rows, &task_counts[task]);
+      HWY_DYNAMIC_DISPATCH(QuantizeTask)(of_task, &task_counts[task]);
     }
   });
   if (stop.stopped()) return StoppedError();

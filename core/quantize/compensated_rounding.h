@@ -35,6 +35,13 @@ namespace quantd::core {
 // code that Quantize gives it, and changes no other element. Where x_k would
 // not be finite it is w_k.
 //
+// What this costs at the output comes with it, for H without the damping h:
+//
+//   e G e^T = sum over k of D_k (x_k - q_k)^2 - h (w_k - q_k)^2
+//
+// in float64, in the order of the columns; infinite or NaN where squares are
+// beyond that.
+//
 // A tensor of any rank is a matrix: its columns are the elements of all
 // dimensions but the first ones. It makes no difference how rows are spread
 // over calls.
@@ -47,6 +54,7 @@ namespace quantd::core {
 //           each thread.
 // `in`      [rows, columns] elements of `type`, any alignment.
 // `out`     [FormatInfo::SizeBytes(rows * columns)], must not overlap `in`.
+// `output_errors`  [rows] gets e G e^T for e = w - q of each row.
 // `pool`    spreads tasks over its threads; may be null.
 // Requires: a valid encoding that fits `layout` and has all scales of the rows.
 // Another process may change both meanwhile, as in quantize.h.
@@ -59,7 +67,8 @@ absl::Status QuantizeCompensated(const CompensationFactor& factor,
                                  const BlockLayout& layout, ElementType type,
                                  NanPolicy nan_policy, int64_t first_row,
                                  int64_t rows, const uint8_t* in, uint8_t* out,
-                                 QuantizeCounts* counts, ThreadPool* pool,
+                                 double* output_errors, QuantizeCounts* counts,
+                                 ThreadPool* pool,
                                  StopToken stop = StopToken());
 
 // What a task holds while it runs. `largest_block`  columns of a factor's

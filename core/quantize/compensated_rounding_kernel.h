@@ -58,6 +58,8 @@ struct CompensatedRange {
   const QuantizeRange& range;
   // [columns] scale index of a column above that of the first in its row.
   const int64_t* column_scale;
+  // [rows] 0 at first.
+  double* output_errors;
   StopToken stop;
 };
 

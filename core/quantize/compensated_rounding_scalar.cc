@@ -39,7 +39,17 @@ void QuantizeRows(const CompensatedRange& rows, QuantizeCounts* counts) {
             RoundElement<T>(range, range.first + i, x, counts);
         StoreCode(range.format, rounded.code, i, range.out);
         const T error = w - rounded.value;
-        errors[block.first + k] = std::isfinite(error) ? error : T{0};
+        if (std::isfinite(error)) {
+          errors[block.first + k] = error;
+          if (k < block.live) {
+            const double corrected = x - rounded.value;
+            rows.output_errors[row] +=
+                factor.pivots()[block.first + k] * (corrected * corrected) -
+                block.damping * (double{error} * double{error});
+          }
+        } else {
+          errors[block.first + k] = 0;
+        }
       }
     }
   }

@@ -447,6 +447,7 @@ absl::StatusOr<CompensationFactor> CompensationFactor::Create(
   CompensationFactor factor;
   factor.order_.resize(columns);
   factor.position_.resize(columns);
+  factor.pivots_.resize(columns);
   factor.blocks_.reserve(gram.size());
   int64_t first = 0;
   int64_t floats = 0;
@@ -463,11 +464,11 @@ absl::StatusOr<CompensationFactor> CompensationFactor::Create(
   }
   factor.panels_.resize(floats);
   for (size_t b = 0; b < gram.size(); ++b) {
-    const Block& block = factor.blocks_[b];
+    Block& block = factor.blocks_[b];
     const absl::Span<int32_t> order =
         absl::MakeSpan(factor.order_).subspan(block.first, block.size);
     double* const a = gram[b].matrix.data();
-    const double added =
+    block.damping =
         Damp(a, block.size, options.damping, order.first(block.live));
     std::vector<int32_t> from(order.begin(), order.end());
     std::reverse(from.begin(), from.begin() + block.live);
@@ -485,7 +486,7 @@ absl::StatusOr<CompensationFactor> CompensationFactor::Create(
     if (bad < block.live) {
       return GramInvalidError(absl::StrCat(
           "the matrix is not positive definite at feature ",
-          block.first + from[bad], " with ", added,
+          block.first + from[bad], " with ", block.damping,
           " added to its diagonal; expected X^T X of inputs X, or more "
           "damping"));
     }
@@ -494,6 +495,11 @@ absl::StatusOr<CompensationFactor> CompensationFactor::Create(
       StorePanel(triangle, panel,
                  factor.panels_.data() + block.offset + PanelOffset(panel));
     });
+    for (int64_t k = 0; k < block.live; ++k) {
+      const int64_t reversed = block.live - 1 - k;
+      const double root = triangle.row(reversed)[reversed];
+      factor.pivots_[block.first + k] = root * root;
+    }
     for (int64_t k = 0; k < block.size; ++k) {
       factor.position_[block.first + order[k]] =
           static_cast<int32_t>(block.first + k);
@@ -509,17 +515,49 @@ int64_t CompensationFactor::MemoryBytes(absl::Span<const int64_t> block_sizes) {
   for (const int64_t size : block_sizes) {
     bytes +=
         static_cast<int64_t>(sizeof(Block)) +
-        2 * size * static_cast<int64_t>(sizeof(int32_t)) +
+        size * static_cast<int64_t>(2 * sizeof(int32_t) + sizeof(double)) +
         PanelOffset(PanelCount(size)) * static_cast<int64_t>(sizeof(float));
   }
   return bytes;
+}
+
+absl::Status CheckSemidefinite(const GramState& gram, ThreadPool* pool,
+                               StopToken stop) {
+  CompensationOptions options;
+  options.damping = 1e-6;
+  options.order = ColumnOrder::kNatural;
+  for (int64_t part = 0; part < gram.part_count(); ++part) {
+    const int64_t width = gram.PartWidth(part);
+    std::vector<double> dense = gram.Dense(part);
+    const absl::Status status =
+        CompensationFactor::Create(width,
+                                   {GramBlock{width, absl::MakeSpan(dense)}},
+                                   options, pool, stop)
+            .status();
+    if (stop.stopped()) return StoppedError();
+    if (status.ok()) continue;
+    const int64_t first = part * gram.part_size();
+    return StatisticsInvalidError(absl::StrCat(
+        "the Gram state of features ", first, " to ", first + width - 1,
+        " is not positive semidefinite, expected the sum of x x^T over rows "
+        "x"));
+  }
+  return absl::OkStatus();
+}
+
+int64_t SemidefiniteCheckBytes(int64_t features, int64_t part_size) {
+  // What finding the factor holds for each column.
+  constexpr int64_t kColumnBytes = 1200;
+  const int64_t width = std::min(features, part_size);
+  return width * width * static_cast<int64_t>(sizeof(double)) +
+         CompensationFactor::MemoryBytes({width}) + width * kColumnBytes;
 }
 
 int64_t CompensationFactor::memory_bytes() const {
   return static_cast<int64_t>(
       sizeof(CompensationFactor) + blocks_.capacity() * sizeof(Block) +
       (order_.capacity() + position_.capacity()) * sizeof(int32_t) +
-      panels_.capacity() * sizeof(float));
+      pivots_.capacity() * sizeof(double) + panels_.capacity() * sizeof(float));
 }
 
 }  // namespace quantd::core

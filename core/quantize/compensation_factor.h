@@ -10,6 +10,7 @@
 #include "absl/types/span.h"
 #include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
+#include "core/statistics/gram_state.h"
 
 namespace quantd::core {
 
@@ -92,11 +93,15 @@ class CompensationFactor {
     int64_t live;
     // Of the block's first panel in panels().
     int64_t offset;
+    // What was added to the diagonal of those.
+    double damping = 0;
   };
   absl::Span<const Block> blocks() const { return blocks_; }
   // [columns] the column of each position, and back.
   absl::Span<const int32_t> order() const { return order_; }
   absl::Span<const int32_t> position() const { return position_; }
+  // [columns] D by position; 0 for dead ones.
+  absl::Span<const double> pivots() const { return pivots_; }
   // U of all blocks, kPanelRows columns k together: U_jk is at
   // PanelOffset(k / kPanelRows) + j * kPanelRows + k % kPanelRows of its block.
   // 0 from j = k on.
@@ -108,8 +113,20 @@ class CompensationFactor {
   std::vector<Block> blocks_;
   std::vector<int32_t> order_;
   std::vector<int32_t> position_;
+  std::vector<double> pivots_;
   std::vector<float> panels_;
 };
+
+// Checks that a Gram matrix is positive semidefinite, as X^T X is: with 1e-6 of
+// its mean diagonal added it has a factor. So one that is merged of such has a
+// factor for each larger damping.
+// Takes as long as CompensationFactor::Create and holds as much, and the part
+// in float64.
+// Errors: STATISTICS_INVALID; CANCELLED.
+absl::Status CheckSemidefinite(const GramState& gram, ThreadPool* pool,
+                               StopToken stop = StopToken());
+// What that holds at most beside the matrix.
+int64_t SemidefiniteCheckBytes(int64_t features, int64_t part_size);
 
 }  // namespace quantd::core
 

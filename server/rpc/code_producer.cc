@@ -206,6 +206,8 @@ void CodeProducer::WriteSummary(ChunkWriter* out, absl::string_view etag,
   summary.set_positive_infinity_count(counts_.positive_infinity);
   summary.set_negative_infinity_count(counts_.negative_infinity);
   summary.set_checksum_xxh3(answer_.Digest());
+  if (output_noise_.has_value())
+    *summary.mutable_output_noise() = *output_noise_;
   out->SetSummary(summary);
   env_.metrics->Elements(Rpc::kQuantize, &format_, counts_.total);
   env_.metrics->NonFinite(counts_.nan + counts_.positive_infinity +

@@ -94,6 +94,7 @@ class CodeProducer {
   // Takes codes that were made before, `counts` in all, instead.
   void Take(int64_t offset_bytes, absl::Span<const uint8_t> codes);
   void Take(const core::QuantizeCounts& counts) { counts_ = counts; }
+  void Take(const v1::OutputNoise& noise) { output_noise_ = noise; }
 
   void End() { answer_.End(env_.metrics); }
 
@@ -125,6 +126,7 @@ class CodeProducer {
   const CodeGeometry geometry_;
   const v1::ByteRange range_;
   core::QuantizeCounts counts_;
+  absl::optional<v1::OutputNoise> output_noise_;
   AnswerBytes answer_;
   // Only with scales_in_chunks.
   absl::optional<ScaleAnswer> scale_answer_;

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -16,6 +17,7 @@
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
+#include "core/evaluate/output_noise.h"
 #include "core/parallel/thread_pool.h"
 #include "core/quantize/compensated_rounding.h"
 #include "core/quantize/compensation_factor.h"
@@ -50,14 +52,17 @@ std::vector<int64_t> PartWidths(int64_t columns, int64_t part_size) {
   return widths;
 }
 
-// About how long one worker takes to factor the Gram matrix and to round.
-absl::Duration CompensationTime(int64_t rows, absl::Span<const int64_t> parts) {
+// About how long one worker takes to factor the Gram matrix, to round, and to
+// measure the output.
+absl::Duration CompensationTime(int64_t rows, absl::Span<const int64_t> parts,
+                                bool measure_output) {
   // Fused multiply-adds.
   constexpr double kPerSecond = 5e9;
   double products = 0;
   for (const int64_t width : parts) {
     const double n = static_cast<double>(width);
-    products += n * n * (n / 3 + static_cast<double>(rows) / 2);
+    products +=
+        n * n * (n / 3 + static_cast<double>(rows) / (measure_output ? 1 : 2));
   }
   return absl::Seconds(products / kPerSecond);
 }
@@ -75,6 +80,7 @@ class CompensatedQuantizeJob final : public HeldQuantizeJob {
       : HeldQuantizeJob(env, std::move(task), std::move(spec),
                         std::move(accumulator)),
         options_(rounding.options),
+        measure_output_(rounding.measure_output),
         source_(std::move(source)),
         source_field_(source_field),
         rows_(this->task().description.shape[0]),
@@ -162,12 +168,14 @@ class CompensatedQuantizeJob final : public HeldQuantizeJob {
                                 static_cast<size_t>(begin),
                                 static_cast<size_t>(end - begin)));
     out->Take(counts_);
+    if (measure_output_) out->Take(output_noise_);
     return absl::OkStatus();
   }
 
  private:
   void SetSearchTime(int64_t part_size) {
-    search_time_ = CompensationTime(rows_, PartWidths(columns_, part_size));
+    search_time_ = CompensationTime(rows_, PartWidths(columns_, part_size),
+                                    measure_output_);
     if (spec() != nullptr) search_time_ += ElementSearchTime(*spec());
   }
 
@@ -206,32 +214,75 @@ class CompensatedQuantizeJob final : public HeldQuantizeJob {
         factor_bytes + geometry_.codes_size_bytes() + BandRows() * RowBytes() +
         env().pool->thread_count() *
             core::CompensatedTaskBytes(columns_, widths[0]);
-    return std::max({reading, factoring, rounding});
+    const int64_t measuring =
+        measure_output_
+            ? gram_bytes + core::OutputGram::MemoryBytes(columns_, part_size) +
+                  BandRows() * RowBytes() +
+                  env().pool->thread_count() * core::OutputTaskBytes(columns_)
+            : 0;
+    return std::max({reading, measuring, factoring, rounding});
   }
 
   // Errors: those of core::CompensationFactor and core::QuantizeCompensated.
   absl::Status Round(const ResolvedEncoding& resolved) {
+    const auto input_rows = static_cast<double>(gram_->rows());
+    output_noise_.set_source(v1::OUTPUT_NOISE_SOURCE_GRAM);
+    output_noise_.set_clipped_input_count(
+        static_cast<uint64_t>(gram_->clipped()));
+    const absl::StatusOr<double> signal = OutputSignal();
+    if (!signal.ok()) return signal.status();
     const absl::StatusOr<core::CompensationFactor> factor = Factor();
     if (!factor.ok()) {
       return core::WithField(factor.status(), "header.rounding");
     }
-    const int64_t band_rows = BandRows();
-    const int64_t row_bytes = RowBytes();
     codes_.resize(static_cast<size_t>(geometry_.codes_size_bytes()));
-    std::vector<uint8_t> band(static_cast<size_t>(band_rows * row_bytes));
-    for (int64_t row = 0; row < rows_; row += band_rows) {
-      const int64_t rows = std::min(band_rows, rows_ - row);
-      const absl::Span<uint8_t> reals =
-          absl::MakeSpan(band).first(static_cast<size_t>(rows * row_bytes));
-      buffer().Copy(row * row_bytes, reals);
+    std::vector<double> errors(static_cast<size_t>(BandRows()));
+    double noise = 0;
+    const auto round = [&](int64_t row, int64_t rows, const uint8_t* reals) {
       absl::Status status = core::QuantizeCompensated(
           *factor, *resolved.encoding, *resolved.layout,
-          task().description.element_type, task().nan_policy, row, rows,
-          reals.data(), codes_.data() + geometry_.CodesOffset(row * columns_),
+          task().description.element_type, task().nan_policy, row, rows, reals,
+          codes_.data() + geometry_.CodesOffset(row * columns_), errors.data(),
           &counts_, env().helper_pool, stop());
-      if (!status.ok()) return status;
+      // One after the other: the same sum for any bands.
+      for (int64_t i = 0; i < rows; ++i) noise += errors[i];
+      return status;
+    };
+    if (absl::Status s = ForEachBand(round); !s.ok()) return s;
+    output_noise_.set_noise_to_signal(
+        core::NoiseToSignal(std::max(noise, 0.0) / input_rows, *signal));
+    return absl::OkStatus();
+  }
+
+  // Calls body(row, rows, reals) for rows of the tensor, from the first on.
+  absl::Status ForEachBand(
+      absl::FunctionRef<absl::Status(int64_t, int64_t, const uint8_t*)> body) {
+    const int64_t row_bytes = RowBytes();
+    std::vector<uint8_t> band(static_cast<size_t>(BandRows() * row_bytes));
+    for (int64_t row = 0; row < rows_; row += BandRows()) {
+      const int64_t rows = std::min(BandRows(), rows_ - row);
+      buffer().Copy(
+          row * row_bytes,
+          absl::MakeSpan(band).first(static_cast<size_t>(rows * row_bytes)));
+      if (absl::Status s = body(row, rows, band.data()); !s.ok()) return s;
     }
     return absl::OkStatus();
+  }
+
+  // The power of the layer's output; 0 unless it is measured.
+  absl::StatusOr<double> OutputSignal() {
+    if (!measure_output_) return 0;
+    const absl::StatusOr<core::OutputGram> gram =
+        core::OutputGram::Create(*gram_, env().helper_pool, stop());
+    if (!gram.ok()) return gram.status();
+    core::OutputPower power;
+    const auto add = [&](int64_t row, int64_t rows, const uint8_t* reals) {
+      return core::AddOutputPower(*gram, task().description.element_type, rows,
+                                  reals, nullptr, &power, env().helper_pool,
+                                  stop());
+    };
+    if (absl::Status s = ForEachBand(add); !s.ok()) return s;
+    return power.exact;
   }
 
   // Of the Gram matrix, which goes.
@@ -248,6 +299,7 @@ class CompensatedQuantizeJob final : public HeldQuantizeJob {
   }
 
   const core::CompensationOptions options_;
+  const bool measure_output_;
   const absl::optional<EncodingSource> source_;
   const absl::string_view source_field_;
   const int64_t rows_;
@@ -262,6 +314,7 @@ class CompensatedQuantizeJob final : public HeldQuantizeJob {
   absl::optional<core::GramState> gram_;
   std::vector<uint8_t> codes_;
   core::QuantizeCounts counts_;
+  v1::OutputNoise output_noise_;
 };
 
 }  // namespace
@@ -279,10 +332,11 @@ absl::StatusOr<absl::optional<CompensatedRounding>> CheckRounding(
         "column_order");
   }
   if (proto.method() != v1::ROUNDING_METHOD_COMPENSATED) {
-    if (proto.has_inputs() || proto.has_damping() ||
+    if (proto.has_inputs() || proto.has_damping() || proto.measure_output() ||
         proto.column_order() != v1::COLUMN_ORDER_UNSPECIFIED) {
       return core::WithField(
-          core::MethodInvalidError("inputs, damping or column_order without "
+          core::MethodInvalidError("inputs, damping, column_order or "
+                                   "measure_output without "
                                    "ROUNDING_METHOD_COMPENSATED"),
           "method");
     }
@@ -308,6 +362,7 @@ absl::StatusOr<absl::optional<CompensatedRounding>> CheckRounding(
   rounding.options.order = proto.column_order() == v1::COLUMN_ORDER_NATURAL
                                ? core::ColumnOrder::kNatural
                                : core::ColumnOrder::kFallingDiagonal;
+  rounding.measure_output = proto.measure_output();
   return absl::optional<CompensatedRounding>(std::move(rounding));
 }
 

@@ -28,6 +28,7 @@ struct CompensatedRounding {
   // The caller's.
   std::shared_ptr<StatisticsStore> statistics;
   core::CompensationOptions options;
+  bool measure_output = false;
 };
 
 // None where elements are rounded by themselves.

@@ -487,6 +487,8 @@ class EvaluateJob final : public TensorJob {
       v1::OutputNoise* const noise = metrics->mutable_output_noise();
       noise->set_noise_to_signal(output_noise[summary.candidates_size() - 1]);
       noise->set_source(v1::OUTPUT_NOISE_SOURCE_GRAM);
+      noise->set_clipped_input_count(
+          static_cast<uint64_t>(meter_->clipped_input_count()));
     }
     out->SetSummary(summary);
     return true;

@@ -55,6 +55,8 @@ class OutputMeter {
   // Errors: those of Find and Reserve, CANCELLED.
   absl::Status Read(core::StopToken stop);
   bool has_read() const { return gram_.has_value(); }
+  // Requires: has_read().
+  int64_t clipped_input_count() const { return gram_->clipped(); }
 
   // The squared error at the output divided by the output's square, for each of
   // `encodings`. `tensor`  all of it.

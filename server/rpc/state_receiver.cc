@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "core/errors.h"
+#include "core/quantize/compensation_factor.h"
 #include "core/statistics/feature_moments.h"
 #include "core/statistics/gram_state.h"
 #include "core/statistics/statistics_state.h"
@@ -23,12 +24,17 @@ StateReceiver::StateReceiver(const RpcEnvironment& env, Expected expected)
 absl::Status StateReceiver::Reserve() {
   int64_t bytes = expected_.size_bytes + reading_bytes_;
   if (expected_.gram.has_value()) {
-    // Its sums stand beside the bytes, and then beside the matrix.
-    bytes +=
-        std::max(expected_.size_bytes,
-                 core::GramState::MemoryBytes(
-                     static_cast<int64_t>(expected_.gram->exponents.size()),
-                     expected_.gram->part_size));
+    const auto features =
+        static_cast<int64_t>(expected_.gram->exponents.size());
+    const int64_t part_size = expected_.gram->part_size;
+    const int64_t gram_bytes =
+        core::GramState::MemoryBytes(features, part_size);
+    // Its sums stand beside the bytes, and then beside the matrix. That is
+    // checked when they are gone.
+    bytes += std::max({expected_.size_bytes, gram_bytes,
+                       gram_bytes +
+                           core::SemidefiniteCheckBytes(features, part_size) -
+                           expected_.size_bytes});
   }
   if (expected_.moments_axis.has_value()) {
     bytes += MergeMomentsBytes(expected_.moments_feature_count);
@@ -79,7 +85,7 @@ absl::StatusOr<core::StatisticsState> StateReceiver::Read(
   if (!state.ok()) return state;
   if (absl::Status s = CheckAsExpected(*state); !s.ok()) return s;
   if (stop.stopped()) return core::StoppedError();
-  if (absl::Status s = ReadFeatures(&*state); !s.ok()) return s;
+  if (absl::Status s = ReadFeatures(&*state, stop); !s.ok()) return s;
   int64_t kept_bytes = state->statistics.memory_bytes();
   if (state->gram.has_value()) kept_bytes += state->gram->memory_bytes();
   if (state->moments.has_value()) {
@@ -91,7 +97,8 @@ absl::StatusOr<core::StatisticsState> StateReceiver::Read(
   return state;
 }
 
-absl::Status StateReceiver::ReadFeatures(core::StatisticsState* state) {
+absl::Status StateReceiver::ReadFeatures(core::StatisticsState* state,
+                                         core::StopToken stop) {
   if (split_.moments.has_value()) {
     absl::StatusOr<core::AxisMoments> moments = ReadContributedMoments(
         split_, *expected_.moments_axis, expected_.moments_feature_count);
@@ -107,7 +114,10 @@ absl::Status StateReceiver::ReadFeatures(core::StatisticsState* state) {
   if (!expected_.gram.has_value()) return absl::OkStatus();
   absl::StatusOr<core::GramState> gram = core::GramState::FromParts(parts);
   if (!gram.ok()) return gram.status();
-  absl::Status status = CheckGramRows(*gram, state->statistics.counts());
+  parts = {};
+  absl::Status status = CheckGramFits(*gram, state->statistics);
+  if (!status.ok()) return status;
+  status = core::CheckSemidefinite(*gram, env_.helper_pool, stop);
   if (!status.ok()) return status;
   state->gram = *std::move(gram);
   return absl::OkStatus();

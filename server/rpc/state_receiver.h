@@ -68,7 +68,7 @@ class StateReceiver {
   absl::Status CheckAsExpected(const core::StatisticsState& state) const;
   // Adds what is kept beside histograms.
   // Errors: STATISTICS_INVALID.
-  absl::Status ReadFeatures(core::StatisticsState* state);
+  absl::Status ReadFeatures(core::StatisticsState* state, core::StopToken stop);
   const core::TensorSlice* slice() const {
     return expected_.slice.has_value() ? &*expected_.slice : nullptr;
   }

@@ -1,5 +1,6 @@
 #include "server/wire/contribution_state.h"
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -13,6 +14,7 @@
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
+#include "core/statistics/histogram.h"
 #include "google/protobuf/descriptor.h"
 #include "google/protobuf/io/coded_stream.h"
 #include "google/protobuf/message.h"
@@ -233,8 +235,9 @@ core::GramState::Parts ReadContributedGram(
   return parts;
 }
 
-absl::Status CheckGramRows(const core::GramState& gram,
-                           const core::ElementCounts& counts) {
+absl::Status CheckGramFits(const core::GramState& gram,
+                           const core::TensorStatistics& statistics) {
+  const core::ElementCounts& counts = statistics.counts();
   const int64_t features = gram.feature_count();
   const int64_t all_rows = gram.rows() + gram.left_out_rows();
   // Each row that is left out has an element that is not finite, and every such
@@ -249,6 +252,34 @@ absl::Status CheckGramRows(const core::GramState& gram,
                              " features each, which ", counts.total,
                              " elements, ", non_finite,
                              " of them not finite, do not give");
+  }
+  double gram_squares = 0;
+  double step_squares = 0;
+  for (int64_t i = 0; i < features; ++i) {
+    const int exponent = 2 * gram.exponents()[i];
+    gram_squares +=
+        std::ldexp(static_cast<double>(gram.code_sum(i, i)), exponent);
+    step_squares += std::ldexp(1.0, exponent);
+  }
+  double squares = 0;
+  for (const core::Histogram& histogram : statistics.histograms()) {
+    squares += core::HistogramMoments(histogram).square_sum;
+  }
+  // The codes of an element that is not limited are off by half a step at most,
+  // so that the roots of both sums are apart by no more than the root of the
+  // sum of these errors squared.
+  constexpr double kRounding = 1e-9;
+  const double root = std::sqrt(squares);
+  const double apart =
+      std::sqrt(static_cast<double>(gram.rows()) * step_squares) / 2 +
+      kRounding * root;
+  const bool has_all = gram.clipped() == 0 && gram.left_out_rows() == 0;
+  const double gram_root = std::sqrt(gram_squares);
+  if (gram_root > root + apart || (has_all && gram_root < root - apart)) {
+    return AddedStateInvalid(
+        "the squares in the Gram state add up to ", gram_squares,
+        ", and those of the elements to ", squares,
+        ", expected the same but for what the steps round");
   }
   return absl::OkStatus();
 }

@@ -58,10 +58,12 @@ absl::StatusOr<core::AxisMoments> ReadContributedMoments(
 // Requires: bytes.gram has a value.
 core::GramState::Parts ReadContributedGram(const ContributionStateBytes& bytes);
 
-// Checks that the rows of a Gram matrix can be those of the elements.
+// Checks that the rows of a Gram matrix can be those of the elements: as many,
+// with the same sum of squares.
+// Requires: histograms.
 // Errors: STATISTICS_INVALID.
-absl::Status CheckGramRows(const core::GramState& gram,
-                           const core::ElementCounts& counts);
+absl::Status CheckGramFits(const core::GramState& gram,
+                           const core::TensorStatistics& statistics);
 
 }  // namespace quantd::server
 

@@ -96,6 +96,7 @@ int Run(const std::vector<std::string>& words) {
   const BlockLayout layout =
       *BlockLayout::Create({rows, columns}, encoding.block_size);
   std::vector<uint8_t> codes(format.SizeBytes(rows * columns));
+  std::vector<double> output_errors(rows);
   for (std::string target; std::cin >> target;) {
     Require(SetSimdTarget(target));
     std::vector<double> overwritten = gram;
@@ -109,7 +110,7 @@ int Run(const std::vector<std::string>& words) {
     Require(QuantizeCompensated(
         *factor, encoding, layout, ElementType::kFloat32, NanPolicy::kDefault,
         0, rows, reinterpret_cast<const uint8_t*>(weight.data()), codes.data(),
-        &counts, workers));
+        output_errors.data(), &counts, workers));
     const Times end = Times::Now();
     std::ofstream(words[6], std::ios::binary)
         .write(reinterpret_cast<const char*>(codes.data()),

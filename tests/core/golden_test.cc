@@ -645,10 +645,12 @@ Hashes LayerRow(const FormatInfo& format, ElementType type) {
                                    options, nullptr);
     EXPECT_TRUE(factor.ok());
     std::vector<uint8_t> codes(format.SizeBytes(kRows * kColumns));
+    std::vector<double> output_errors(kRows);
     QuantizeCounts counts;
     EXPECT_TRUE(QuantizeCompensated(*factor, encoding, layout, type,
                                     NanPolicy::kDefault, 0, kRows, reals.data(),
-                                    codes.data(), &counts, nullptr)
+                                    codes.data(), output_errors.data(), &counts,
+                                    nullptr)
                     .ok());
     hash.Add(codes);
     AddCounts(counts, &hash);

@@ -87,8 +87,8 @@ absl::StatusOr<core::StatisticsState> Read(absl::string_view bytes) {
   absl::StatusOr<core::GramState> gram =
       core::GramState::FromParts(server::ReadContributedGram(*split));
   if (!gram.ok()) return gram.status();
-  absl::Status rows = server::CheckGramRows(*gram, state->statistics.counts());
-  if (!rows.ok()) return rows;
+  absl::Status fits = server::CheckGramFits(*gram, state->statistics);
+  if (!fits.ok()) return fits;
   state->gram = *std::move(gram);
   return state;
 }

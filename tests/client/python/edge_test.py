@@ -3,6 +3,7 @@ byte what it makes of the data."""
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -276,6 +277,16 @@ def widen(sums):
     sums.width += 1
 
 
+def make_indefinite(message):
+    """Each pair of features may be, three together may not."""
+    gram = message.gram
+    count = len(gram.step_exponent)
+    squares = [gram.code_sum[i] for i in (0, count, 2 * count - 1)]
+    for place, i, j, sign in ((1, 0, 1, 1), (2, 0, 2, 1), (count + 1, 1, 2, -1)):
+        gram.code_sum[place] = sign * int(
+            0.9 * math.sqrt(squares[i] * squares[j]))
+
+
 CHANGES = {
     "count": lambda m: setattr(m.statistics.statistics, "count", 33),
     "other rows": lambda m: setattr(m.gram, "rows", 5),
@@ -293,6 +304,9 @@ CHANGES = {
     "version": lambda m: setattr(m.statistics, "version", 2),
     "diagonal": lambda m: m.gram.code_sum.__setitem__(0, -1),
     "products": lambda m: m.gram.code_sum.__setitem__(1, 1 << 40),
+    "indefinite": make_indefinite,
+    "squares": lambda m: m.gram.code_sum.__setitem__(
+        slice(None), [2 * s for s in m.gram.code_sum]),
     "large": lambda m: m.gram.code_sum.__setitem__(0, 8191**2 * 4 + 1),
     "width": lambda m: m.gram.step_exponent.append(0),
     "steps": lambda m: m.gram.step_exponent.__setitem__(0, 9),

@@ -255,3 +255,54 @@ def test_clipped_and_left_out_rows_are_told(client):
         client.calibrate(rows, quantd.TensorName("clipped", "new"),
                          contribution=contribution(step_exponent=()))
     assert error.value.reason == "CONTRIBUTION_INVALID"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("damping", [None, 10.])
+def test_the_noise_at_the_output_is_told(client, dtype, damping):
+    rng = np.random.default_rng(5)
+    # Correlated, and of powers that differ.
+    x = (rng.standard_normal((300, 40)) @ rng.standard_normal((40, 70)) *
+         np.exp(rng.standard_normal(70))).astype(np.float32)
+    x[7, 3] = np.nan
+    weight = rng.standard_normal((50, 70)).astype(dtype)
+    name = quantd.TensorName("told", "x")
+    client.calibrate(x, name, contribution=contribution(
+        "job" + str(damping) + dtype.__name__))
+    rows = np.delete(x, 7, axis=0).astype(np.float64)
+
+    def noise(quantized):
+        error = client.dequantize(quantized) - weight
+        return (((rows @ error.T)**2).sum() / ((rows @ weight.T)**2).sum())
+
+    rounding = quantd.Rounding(name, damping)
+    compensated = client.quantize(weight, "int3:per-channel",
+                                  rounding=rounding)
+    told = compensated.summary.output_noise
+    assert told.noise_to_signal == pytest.approx(noise(compensated), rel=2e-3)
+    assert (told.source, told.clipped_input_count) == ("gram", 0)
+    # What evaluate tells of the nearest codes is the same measure.
+    nearest, = client.evaluate(weight, ["int3:per-channel"], inputs=name)
+    assert nearest.output_noise.noise_to_signal == pytest.approx(
+        noise(client.quantize(weight, "int3:per-channel")), rel=2e-3)
+    if damping is None:
+        assert told.noise_to_signal < .6 * nearest.output_noise.noise_to_signal
+    plain = client.quantize(weight, "int3:per-channel", rounding=quantd.Rounding(
+        name, damping, measure_output=False))
+    assert plain.codes.tobytes() == compensated.codes.tobytes()
+    assert plain.summary.output_noise is None
+
+
+def test_inputs_that_the_steps_limited_are_told(client):
+    rng = np.random.default_rng(6)
+    x = rng.standard_normal((64, 16)).astype(np.float32)
+    name = quantd.TensorName("limited", "x")
+    client.calibrate(x, name, contribution=contribution())
+    x[:3, 5] = 100
+    client.calibrate(x, name, contribution=contribution(sequence=2))
+    weight = rng.standard_normal((8, 16)).astype(np.float32)
+    rounded = client.quantize(weight, "int4:per-channel",
+                              rounding=quantd.Rounding(name))
+    assert rounded.summary.output_noise.clipped_input_count == 3
+    measured, = client.evaluate(weight, ["int4:per-channel"], inputs=name)
+    assert measured.output_noise.clipped_input_count == 3

@@ -270,6 +270,43 @@ def test_a_language_model_goes_to_a_folder_for_vllm(tmp_path, quantctl, client):
     assert found["mapped"] == found["compensated"]
 
 
+def test_the_noise_at_the_output_is_told(tmp_path, quantctl, client, digits):
+    weights, _ = digits
+    out = tmp_path / "out"
+    out.mkdir()
+    flags = ("quantize", DIGITS, "-o", out / "a.safetensors", "--spec",
+             "int4:per-channel", "--rounding", "compensated", "--inputs",
+             "gram/digits")
+    table = quantctl(*flags)
+    assert "OUTPUT DB" in table
+    report = quantctl(*flags, "--force", "--json")
+    told = {tensor["name"]: tensor["output_noise"]["sqnr_db"]
+            for tensor in report["tensors"] if "output_noise" in tensor}
+    assert set(told) == {name for name in weights if name.endswith("weight")}
+    model = quantd.quantize_model(
+        DIGITS, out / "b.safetensors", "int4:per-channel", client=client,
+        rounding=quantd.ModelRounding("gram/digits"))
+    for tensor in model.tensors:
+        if tensor.name in told:
+            assert tensor.output_noise.sqnr_db == pytest.approx(
+                told[tensor.name])
+    # One input is limited: the first contribution had none like it.
+    for sequence, large in ((1, 1), (2, 1000)):
+        x = np.ones((4, 128), np.float32)
+        x[0, 0] = large
+        client.calibrate(x, quantd.TensorName("gram/limited", "fc2.input"),
+                         contribution=quantd.Contribution(
+                             "s", sequence,
+                             features=quantd.FeatureStatistics()))
+    for command in (
+            ("quantize", DIGITS, "-o", out / "c.safetensors", "--spec",
+             "fc2*=int4:per-channel", "--rounding", "compensated"),
+            ("evaluate", DIGITS, "--include", "fc2.weight", "--spec", "int4")):
+        said = quantctl(*command, "--inputs", "gram/limited")
+        assert ("fc2.weight has inputs that are larger than its Gram matrix "
+                "holds, and count as smaller: 1;") in said
+
+
 def codes_of(path):
     return {name: tensor.codes.tobytes()
             for name, tensor in quantd.load(path).items()

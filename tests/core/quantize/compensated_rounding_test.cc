@@ -17,6 +17,7 @@
 #include "core/errors.h"
 #include "core/formats/packing.h"
 #include "core/quantize/compensated_rounding_kernel.h"
+#include "core/statistics/gram_state.h"
 #include "gtest/gtest.h"
 #include "tests/core/formats/format_test_util.h"
 #include "tests/core/kernel_test_util.h"
@@ -73,6 +74,7 @@ bool operator==(const QuantizeCounts& a, const QuantizeCounts& b) {
 
 struct Result {
   std::vector<uint8_t> codes;
+  std::vector<double> output_errors;
   QuantizeCounts counts;
 };
 
@@ -99,11 +101,16 @@ struct Layer {
           bytes);
       const int64_t size = format().SizeBytes(count);
       std::vector<uint8_t> out(size + 65, kCanary);
-      EXPECT_TRUE(QuantizeCompensated(factor, encoding, layout, type, policy,
-                                      row, count / factor.columns(),
-                                      in.data() + 1, out.data() + 1,
-                                      &result.counts, pool)
+      std::vector<double> output_errors(count / factor.columns());
+      EXPECT_TRUE(QuantizeCompensated(
+                      factor, encoding, layout, type, policy, row,
+                      count / factor.columns(), in.data() + 1, out.data() + 1,
+                      output_errors.data(), &result.counts, pool)
                       .ok());
+      for (const double error : output_errors) {
+        // NaN does not equal itself.
+        result.output_errors.push_back(std::isnan(error) ? -1 : error);
+      }
       EXPECT_EQ(out[0], kCanary);
       EXPECT_EQ(std::count(out.end() - 64, out.end(), kCanary), 64);
       result.codes.insert(result.codes.end(), out.begin() + 1,
@@ -283,6 +290,9 @@ TEST(CompensatedRoundingTest, LosesAtTheOutputWhatThePublishedAlgorithmDoes) {
     const double error = layer.OutputError(gram, dequantized(result.codes));
     const double naive_error = layer.OutputError(gram, naive);
     EXPECT_NEAR(error / naive_error, 1, 0.01);
+    const double told = std::accumulate(result.output_errors.begin(),
+                                        result.output_errors.end(), 0.0);
+    EXPECT_NEAR(told / error, 1, 1e-4);
     ours_of_nearest += error / layer.OutputError(gram, dequantized(nearest));
   }
   EXPECT_LT(ours_of_nearest / kLayers, 0.3);
@@ -373,6 +383,7 @@ TEST(CompensatedRoundingTest, GivesTheSameCodesOnAllTargetsThreadsAndBands) {
                    {layer.Run(layer.rows(), &pool, policy),
                     layer.Run(kBandRows, nullptr, policy)}) {
                 EXPECT_EQ(result.codes, expected.codes);
+                EXPECT_EQ(result.output_errors, expected.output_errors);
                 EXPECT_TRUE(result.counts == expected.counts);
               }
             });
@@ -403,13 +414,14 @@ TEST(CompensatedRoundingTest, TakesTheScalesOfItsRowsAlone) {
     cut(&window.scale);
     cut(&window.zero_point);
     std::vector<uint8_t> out(count / 2);
+    std::vector<double> output_errors(16);
     QuantizeCounts counts;
-    ASSERT_TRUE(QuantizeCompensated(layer.factor, window,
-                                    layout.Window(scales.first), layer.type,
-                                    NanPolicy::kDefault, row, 16,
-                                    layer.reals.data() + row * 24 * 4,
-                                    out.data(), &counts, nullptr)
-                    .ok());
+    ASSERT_TRUE(
+        QuantizeCompensated(layer.factor, window, layout.Window(scales.first),
+                            layer.type, NanPolicy::kDefault, row, 16,
+                            layer.reals.data() + row * 24 * 4, out.data(),
+                            output_errors.data(), &counts, nullptr)
+            .ok());
     EXPECT_TRUE(std::equal(out.begin(), out.end(),
                            expected.codes.begin() + row * 24 / 2));
   }
@@ -581,11 +593,12 @@ TEST(CompensatedRoundingTest, TakesNoErrorFromWhatIsNotFinite) {
     }
     EXPECT_EQ(layer.Run(kRows).counts.nan, (kRows + 3) / 4);
     std::vector<uint8_t> out(kRows * kColumns);
+    std::vector<double> output_errors(kRows);
     QuantizeCounts counts;
-    const absl::Status status =
-        QuantizeCompensated(layer.factor, layer.encoding, layer.layout,
-                            layer.type, NanPolicy::kReject, 0, kRows,
-                            layer.reals.data(), out.data(), &counts, nullptr);
+    const absl::Status status = QuantizeCompensated(
+        layer.factor, layer.encoding, layer.layout, layer.type,
+        NanPolicy::kReject, 0, kRows, layer.reals.data(), out.data(),
+        output_errors.data(), &counts, nullptr);
     EXPECT_EQ(status, NonFiniteRejectedError(first, std::nan("")));
   });
 }
@@ -605,12 +618,13 @@ TEST(CompensatedRoundingTest, TakesNoRowsAndNoColumns) {
       *CompensationFactor::Create(0, {}, {}, nullptr);
   EXPECT_EQ(none.columns(), 0);
   QuantizeCounts counts;
+  double output_errors[5];
   const Layer layer = Int8Layer(*Factor({1}), {2});
   for (const CompensationFactor* factor : {&none, &layer.factor}) {
     EXPECT_TRUE(QuantizeCompensated(*factor, layer.encoding, layer.layout,
                                     layer.type, NanPolicy::kDefault, 0,
                                     factor == &none ? 5 : 0, nullptr, nullptr,
-                                    &counts, nullptr)
+                                    output_errors, &counts, nullptr)
                     .ok());
   }
   EXPECT_EQ(counts.total, 0);
@@ -683,6 +697,68 @@ TEST(CompensationFactorTest, RefusesWhatIsNotPositiveDefinite) {
   ForEachSimdTarget([&] { EXPECT_EQ(ErrorOf(200, gram, 0), expected); });
 }
 
+// Three features of which each pair may be correlated like that, the others as
+// they come.
+GramState IndefiniteGram(int64_t features, int64_t part_size, int64_t first) {
+  GramState::Parts parts;
+  parts.exponents.assign(features, 0);
+  parts.part_size = part_size;
+  parts.rows = 1000;
+  for (int64_t i = 0; i < features; ++i) {
+    const int64_t end = std::min((i / part_size + 1) * part_size, features);
+    for (int64_t j = i; j < end; ++j) {
+      const bool is_one = i >= first && j < first + 3;
+      parts.code_sums.push_back(i == j       ? 100
+                                : !is_one    ? 0
+                                : i == first ? 90
+                                             : -90);
+    }
+  }
+  return *GramState::FromParts(parts);
+}
+
+TEST(CheckSemidefiniteTest, TakesWhatRowsGive) {
+  std::mt19937 random(2);
+  std::normal_distribution<float> normal(0, 1);
+  ThreadPool pool(2);
+  for (const int64_t features : {1, 3, 40, 300}) {
+    for (const int64_t rows : {1, 7, 500}) {
+      std::vector<float> inputs(rows * features);
+      for (float& x : inputs) x = std::exp(3 * normal(random));
+      // One that is dead, and two that are equal.
+      for (int64_t r = 0; features > 2 && r < rows; ++r) {
+        inputs[r * features] = 0;
+        inputs[r * features + 1] = inputs[r * features + 2];
+      }
+      const int64_t part_size = GramState::PartSize(features, 128);
+      GramState gram = *GramState::Create(
+          GramState::ExponentsFor(GramState::LargestMagnitudes(
+              ElementType::kFloat32, rows, features,
+              reinterpret_cast<const uint8_t*>(inputs.data()))),
+          part_size);
+      gram.Update(ElementType::kFloat32, rows,
+                  reinterpret_cast<const uint8_t*>(inputs.data()), nullptr);
+      gram.Finish(nullptr);
+      EXPECT_EQ(CheckSemidefinite(gram, &pool), absl::OkStatus())
+          << features << " " << rows;
+    }
+  }
+}
+
+TEST(CheckSemidefiniteTest, RefusesWhatNoRowsGive) {
+  EXPECT_EQ(CheckSemidefinite(IndefiniteGram(3, 3, 0), nullptr),
+            StatisticsInvalidError(
+                "the Gram state of features 0 to 2 is not positive "
+                "semidefinite, expected the sum of x x^T over rows x"));
+  EXPECT_EQ(
+      ErrorReason(CheckSemidefinite(IndefiniteGram(300, 256, 290), nullptr)),
+      "STATISTICS_INVALID");
+  const std::atomic<bool> flag{true};
+  EXPECT_EQ(
+      CheckSemidefinite(IndefiniteGram(3, 3, 0), nullptr, StopToken(&flag)),
+      StoppedError());
+}
+
 TEST(CompensatedRoundingTest, StopsWhenNobodyWaits) {
   const std::atomic<bool> flag{true};
   const StopToken stop(&flag);
@@ -692,6 +768,7 @@ TEST(CompensatedRoundingTest, StopsWhenNobodyWaits) {
   const Layer layer =
       Int8Layer(*Factor(gram), std::vector<float>(kRows * kColumns, 5));
   std::vector<uint8_t> out(kRows * kColumns, kCanary);
+  std::vector<double> output_errors(kRows);
   QuantizeCounts counts;
   ForEachSimdTarget([&] {
     EXPECT_EQ(CompensationFactor::Create(
@@ -701,8 +778,8 @@ TEST(CompensatedRoundingTest, StopsWhenNobodyWaits) {
               StoppedError());
     EXPECT_EQ(QuantizeCompensated(layer.factor, layer.encoding, layer.layout,
                                   layer.type, NanPolicy::kDefault, 0, kRows,
-                                  layer.reals.data(), out.data(), &counts,
-                                  nullptr, stop),
+                                  layer.reals.data(), out.data(),
+                                  output_errors.data(), &counts, nullptr, stop),
               StoppedError());
   });
   // No task has begun.
@@ -713,8 +790,9 @@ TEST(CompensatedRoundingTest, StopsWhenNobodyWaits) {
                             layer.type,       NanPolicy::kDefault, 0,
                             kRows * kColumns, layer.reals.data(),  out.data()};
   const std::vector<int64_t> column_scale(kColumns);
-  QuantizeCompensatedScalar({layer.factor, range, column_scale.data(), stop},
-                            &counts);
+  QuantizeCompensatedScalar(
+      {layer.factor, range, column_scale.data(), output_errors.data(), stop},
+      &counts);
   EXPECT_EQ(counts.total, 0);
   const double last = gram.back();
   const std::vector<double> least_pivot(kColumns);

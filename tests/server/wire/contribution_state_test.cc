@@ -1,9 +1,12 @@
 #include "server/wire/contribution_state.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <limits>
 #include <ostream>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -13,6 +16,7 @@
 #include "core/errors.h"
 #include "core/statistics/gram_state.h"
 #include "core/statistics/statistics_state.h"
+#include "core/statistics/tensor_statistics.h"
 #include "core/types/block_layout.h"
 #include "core/types/element_type.h"
 #include "gmock/gmock.h"
@@ -226,35 +230,71 @@ TEST(ContributionStateTest, AnyCutIsRefusedOrHasAllStatistics) {
   }
 }
 
-TEST(CheckGramRowsTest, RowsAreThoseOfTheElements) {
-  const auto check = [](int64_t rows, int64_t left_out,
-                        const core::ElementCounts& counts) {
-    core::GramState::Parts parts;
-    parts.exponents = {0, 0, 0};
-    parts.part_size = 3;
-    parts.rows = rows;
-    parts.left_out_rows = left_out;
-    parts.code_sums.assign(6, 0);
-    return CheckGramRows(*core::GramState::FromParts(parts), counts);
-  };
-  core::ElementCounts counts;
-  counts.total = 30;
-  EXPECT_EQ(check(10, 0, counts), absl::OkStatus());
+// Zeros, and so many that are not finite, with a Gram state of so many rows of
+// three.
+absl::Status CheckRows(int64_t rows, int64_t left_out, int64_t total,
+                       int64_t non_finite) {
+  std::vector<float> elements(static_cast<size_t>(total));
+  std::fill_n(elements.begin(), non_finite, std::nanf(""));
+  core::TensorStatistics statistics(1, 3);
+  statistics.Update(*core::BlockLayout::Create({total}, {}),
+                    core::ElementType::kFloat32, 0, total,
+                    reinterpret_cast<const uint8_t*>(elements.data()), nullptr);
+  core::GramState::Parts parts;
+  parts.exponents = {0, 0, 0};
+  parts.part_size = 3;
+  parts.rows = rows;
+  parts.left_out_rows = left_out;
+  parts.code_sums.assign(6, 0);
+  return CheckGramFits(*core::GramState::FromParts(parts), statistics);
+}
+
+TEST(CheckGramFitsTest, RowsAreThoseOfTheElements) {
+  EXPECT_EQ(CheckRows(10, 0, 30, 0), absl::OkStatus());
   for (const int64_t rows : {9, 11}) {
-    EXPECT_EQ(core::ErrorReason(check(rows, 0, counts)), "STATISTICS_INVALID");
+    EXPECT_EQ(core::ErrorReason(CheckRows(rows, 0, 30, 0)),
+              "STATISTICS_INVALID");
   }
   // Nothing is left out without an element that is not finite.
-  EXPECT_FALSE(check(9, 1, counts).ok());
-  counts.nan = 2;
-  counts.positive_infinity = 1;
-  counts.negative_infinity = 1;
+  EXPECT_FALSE(CheckRows(9, 1, 30, 0).ok());
   // Four of them are in two to four rows of three.
-  EXPECT_FALSE(check(9, 1, counts).ok());
-  EXPECT_EQ(check(8, 2, counts), absl::OkStatus());
-  EXPECT_EQ(check(6, 4, counts), absl::OkStatus());
-  EXPECT_FALSE(check(5, 5, counts).ok());
-  counts.total = 31;
-  EXPECT_FALSE(check(8, 2, counts).ok());
+  EXPECT_FALSE(CheckRows(9, 1, 30, 4).ok());
+  EXPECT_EQ(CheckRows(8, 2, 30, 4), absl::OkStatus());
+  EXPECT_EQ(CheckRows(6, 4, 30, 4), absl::OkStatus());
+  EXPECT_FALSE(CheckRows(5, 5, 30, 4).ok());
+  EXPECT_FALSE(CheckRows(8, 2, 31, 4).ok());
+}
+
+// Rows whose Gram state has its sums of squares multiplied.
+absl::Status CheckSquares(const std::vector<float>& elements, int64_t factor) {
+  constexpr int64_t kFeatures = 4;
+  const auto count = static_cast<int64_t>(elements.size());
+  const auto* data = reinterpret_cast<const uint8_t*>(elements.data());
+  core::TensorStatistics statistics(1, 3);
+  statistics.Update(*core::BlockLayout::Create({count}, {}),
+                    core::ElementType::kFloat32, 0, count, data, nullptr);
+  absl::StatusOr<core::GramState> gram =
+      core::GramState::Create(std::vector<int>(kFeatures, -6), kFeatures);
+  gram->Update(core::ElementType::kFloat32, count / kFeatures, data, nullptr);
+  gram->Finish(nullptr);
+  core::GramState::Parts parts = gram->ToParts();
+  for (int64_t& sum : parts.code_sums) sum *= factor;
+  return CheckGramFits(*core::GramState::FromParts(parts), statistics);
+}
+
+TEST(CheckGramFitsTest, SquaresAreThoseOfTheElements) {
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal(0, 1);
+  std::vector<float> elements(400);
+  for (float& x : elements) x = normal(random);
+  EXPECT_EQ(CheckSquares(elements, 1), absl::OkStatus());
+  EXPECT_EQ(core::ErrorReason(CheckSquares(elements, 2)), "STATISTICS_INVALID");
+  EXPECT_EQ(core::ErrorReason(CheckSquares(elements, 0)), "STATISTICS_INVALID");
+  // Where elements were limited, only more squares are too many.
+  elements[5] = 1e4;
+  EXPECT_EQ(CheckSquares(elements, 1), absl::OkStatus());
+  // What all steps round away may be there.
+  EXPECT_EQ(CheckSquares(std::vector<float>(400, 0.007f), 1), absl::OkStatus());
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import collections
 import dataclasses
 import json
@@ -9,6 +10,8 @@ import os
 import threading
 from typing import (Any, Collection, Iterable, Iterator, Mapping, Optional,
                     Sequence, Union)
+
+from google.protobuf.message import DecodeError
 
 from quantd import _compressed, _files, _layout, errors
 from quantd._files import FileTensor, InputFile, SafetensorsWriter
@@ -24,8 +27,9 @@ from quantd._ties import Group, Ties, TiesLike
 from quantd.client import Client
 from quantd.encoding import EncodingSpec
 from quantd.files import Path
-from quantd.results import QuantizedTensor
+from quantd.results import OutputNoise, QuantizedTensor
 from quantd.tensor import TensorName, format_info
+from quantd.v1 import quantization_service_pb2 as qs
 
 # As quantctl names them: see client/cli/quantize.cc.
 _COMMAND_KEY = "quantctl.command"
@@ -52,6 +56,7 @@ class ModelTensor(Tabular):
     error: why it failed.
     rounding: "compensated" for the output of its layer, or "nearest"; None
         where it is not quantized.
+    output_noise: what compensated rounding makes of that output.
     """
 
     name: str
@@ -67,6 +72,7 @@ class ModelTensor(Tabular):
     infinity_count: int = 0
     error: Optional[errors.QuantdError] = None
     rounding: Optional[str] = None
+    output_noise: Optional[OutputNoise] = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,6 +104,7 @@ class _Outcome:
     infinity: int = 0
     mantissa_bits: int = 0
     is_compensated: bool = False
+    output_noise: Optional[OutputNoise] = None
 
     def record(self) -> dict[str, Any]:
         """What a shard tells of it to the runs after this one."""
@@ -105,6 +112,12 @@ class _Outcome:
                   **{key: getattr(self, key) for key in _RECORDED}}
         if self.is_compensated:
             record["rounding"] = "compensated"
+        if self.output_noise is not None:
+            record["output_noise"] = base64.b64encode(qs.OutputNoise(
+                noise_to_signal=self.output_noise.noise_to_signal,
+                source=qs.OUTPUT_NOISE_SOURCE_GRAM,
+                clipped_input_count=self.output_noise.clipped_input_count,
+            ).SerializeToString()).decode()
         return record
 
     @classmethod
@@ -119,6 +132,13 @@ class _Outcome:
         outcome = cls(None, True, record["format"],
                       *(record[key] for key in keys))
         outcome.is_compensated = "rounding" in record
+        if "output_noise" in record:
+            try:
+                outcome.output_noise = OutputNoise.from_proto(
+                    qs.OutputNoise.FromString(
+                        base64.b64decode(record["output_noise"])))
+            except (TypeError, ValueError, DecodeError):
+                return None
         return outcome
 
 
@@ -723,9 +743,11 @@ class _Run:
                                                 tensor.shape)
             encoding, _ = _layout.expected(spec, tensor.shape)
             most = 2**64 - 1
+            compensated = self._outcomes[tensor.name].is_compensated
             records[tensor.name] = _Outcome(
                 None, True, "u" + encoding.format, most, most, most, most,
-                most, most, self._outcomes[tensor.name].is_compensated
+                most, most, compensated,
+                OutputNoise(1, "gram", most) if compensated else None
             ).record()
             metadata[_layout.KEY_PREFIX + tensor.name] = (
                 "u" + _layout.record_text(
@@ -889,7 +911,8 @@ class _Run:
                     outcome.format or None, outcome.clipped_low,
                     outcome.clipped_high, outcome.nan, outcome.infinity,
                     outcome.error, None if not outcome.is_quantized else
-                    "compensated" if outcome.is_compensated else "nearest"))
+                    "compensated" if outcome.is_compensated else "nearest",
+                    outcome.output_noise))
         names = {_files.INDEX_NAME, *(shard.name for shard in self._shards)}
         left_out = sorted(
             name for name in os.listdir(self._source)
@@ -1047,6 +1070,7 @@ class _Sender:
         outcome.clipped_low = summary.clipped_low_count
         outcome.clipped_high = summary.clipped_high_count
         outcome.nan = summary.nan_count
+        outcome.output_noise = summary.output_noise
         outcome.mantissa_bits = result.mantissa_bits
         outcome.infinity = (summary.positive_infinity_count +
                             summary.negative_infinity_count)

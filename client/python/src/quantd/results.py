@@ -268,7 +268,8 @@ class CalibrateResult(Tabular):
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeSummary(Tabular):
-    """Counts over the elements of a quantized tensor."""
+    """Counts over the elements of a quantized tensor. output_noise: what
+    rounding makes of its layer's output, with Rounding.measure_output."""
 
     count: int
     clipped_low_count: int
@@ -276,12 +277,15 @@ class QuantizeSummary(Tabular):
     nan_count: int
     positive_infinity_count: int
     negative_infinity_count: int
+    output_noise: Optional[OutputNoise] = None
 
     @classmethod
     def from_proto(cls, message: quantization_service_pb2.QuantizeSummary
                    ) -> QuantizeSummary:
         """As the server has it."""
-        return _read(cls, message)
+        return _read(cls, message,
+                     output_noise=_optional(message, "output_noise",
+                                            OutputNoise.from_proto))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -469,10 +473,13 @@ class OutputNoise(Tabular):
 
     noise_to_signal: the squared error divided by the output's square.
     source: "gram", the Gram matrix of the inputs: exact for these.
+    clipped_input_count: elements of the inputs that were larger than the Gram
+        matrix holds: what they add to both is told too small.
     """
 
     noise_to_signal: float
     source: str
+    clipped_input_count: int = 0
 
     @property
     def sqnr_db(self) -> float:
@@ -485,7 +492,8 @@ class OutputNoise(Tabular):
     def from_proto(cls, message: quantization_service_pb2.OutputNoise
                    ) -> OutputNoise:
         """As the server has it."""
-        return cls(message.noise_to_signal, _SOURCES.name(message.source))
+        return cls(message.noise_to_signal, _SOURCES.name(message.source),
+                   message.clipped_input_count)
 
 
 @dataclasses.dataclass(frozen=True)
