@@ -19,7 +19,6 @@
 #include "client/cli/compressed_model.h"
 #include "client/cli/compressed_scheme.h"
 #include "client/cli/compressed_tensors.h"
-#include "client/cli/fused_experts.h"
 #include "client/cli/quantize_outcome.h"
 #include "client/cpp/errors.h"
 #include "client/files/safetensors.h"
@@ -220,7 +219,8 @@ absl::Status CheckFused(
                         : "",
       ", got different ones, or some that are not quantized; vLLM fuses such a "
       "group and does not load it then; `quantctl sweep FILE` chooses one spec "
-      "for all, and --no-ties leaves them as they are asked for"));
+      "for all, and --no-ties leaves them as they are asked for; groups that "
+      "are longer than some of the rows make a scheme of their own"));
 }
 
 absl::Status OnlyCompressedError(const char* option) {
@@ -287,7 +287,7 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
       if (!arguments.ok()) return arguments.status();
       inputs.arguments = *std::move(arguments);
       if (!HasKernels(planned->module, inputs.arguments) ||
-          (IsOfExpert(tensor->name) &&
+          (!ExpertsOf(tensor->name).empty() &&
            !HasExpertKernels(planned->module, inputs.arguments))) {
         ++plan->no_kernels_count;
       }

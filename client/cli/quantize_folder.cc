@@ -12,9 +12,12 @@
 #include <iterator>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
@@ -23,6 +26,7 @@
 #include "absl/strings/string_view.h"
 #include "client/cli/compressed_model.h"
 #include "client/cli/compressed_tensors.h"
+#include "client/cli/fused_experts.h"
 #include "client/cli/output.h"
 #include "client/cli/quantize_outcome.h"
 #include "client/cli/quantize_parts.h"
@@ -34,6 +38,7 @@
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
 #include "client/models/model_config.h"
+#include "client/models/tie_groups.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -250,8 +255,13 @@ absl::StatusOr<bool> QuantizeFolder::CopyBeside(const std::string& name) const {
 
 std::vector<std::string> QuantizeFolder::IgnoredModules() const {
   std::vector<std::string> modules;
+  // Layers of experts. vLLM also looks up those that stay.
+  std::set<std::string> quantized;
+  std::set<std::string> kept;
   for (const auto& [name, outcome] : plan_.outcomes) {
     const absl::string_view module = ModuleOf(name);
+    (outcome.is_quantized ? quantized : kept)
+        .insert(std::string(ExpertsOf(name)));
     if (outcome.is_quantized || module.empty()) continue;
     const auto is_matrix = [&name = name](const std::unique_ptr<Shard>& shard) {
       const files::FileTensor* const tensor = shard->input.Find(name);
@@ -259,6 +269,13 @@ std::vector<std::string> QuantizeFolder::IgnoredModules() const {
     };
     if (std::any_of(plan_.shards.begin(), plan_.shards.end(), is_matrix)) {
       modules.emplace_back(module);
+    }
+  }
+  for (const std::string& experts : kept) {
+    if (experts.empty() || quantized.count(experts) > 0) continue;
+    for (std::string& module : ModulesOfLayer(experts)) {
+      if (absl::c_linear_search(modules, module)) continue;
+      modules.push_back(std::move(module));
     }
   }
   std::sort(modules.begin(), modules.end(), NaturalLess);

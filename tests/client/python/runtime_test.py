@@ -507,15 +507,92 @@ def test_AMixtureHasTheNamesOfExpertsInOneTensor(tmp_path, quantctl):
     specs = mixture.read_text()
     for name in names:
         assert name in specs
-    mixture.write_text(f"{names[0]}int4:group:32\n{names[1]}int4:group:64\n")
+    mixture.write_text("".join(f"{name}int4:group:32\n" for name in names))
     quantctl("quantize", source, "-o", tmp_path / "out", "--layout",
              "compressed-tensors", "--no-store", "--spec", f"@{mixture}")
     _, tensors = read_folder(tmp_path / "out")
-    for name, groups in (("gate", 12), ("up", 12), ("down", 2)):
+    for name, groups in (("gate", 12), ("up", 12), ("down", 4)):
         for n in range(3):
             scale = tensors[f"{EXPERTS}.{n}.{name}_proj.weight_scale"]
             assert scale.shape[1] == groups, name
     assert "model.layers.0.mlp.gate.weight" in tensors
+
+
+@pytest.mark.parametrize("layout, flags", [
+    ("apart", ("--spec", "*.down_proj.weight=int4:group:32")),
+    ("rows", ("--spec", "*.2.down_proj.weight=int4:group:32")),
+    ("apart", ("--exclude", "*.experts.1.*")),
+    # The rows of down_proj have less columns than a group.
+    ("columns", ("--spec", "*proj*=int4:group:192"))])
+def test_ExpertsOfSeveralSchemesAreRefused(tmp_path, quantctl, layout, flags):
+    command = ("quantize", write_experts(tmp_path / "plain", layout), "-o",
+               tmp_path / "out", "--no-store", "--layout", "compressed-tensors",
+               "--spec", "int8:per-channel", *flags)
+    said = quantctl(*command, code=2)
+    assert f"expected one scheme for all tensors of {EXPERTS}.*, got" in said
+    assert not (tmp_path / "out").exists()
+    quantctl(*command, "--no-ties")
+
+
+@pytest.mark.parametrize("layout", ["apart", "rows"])
+def test_AMixtureHasOneSpecForTheExpertsOfALayer(tmp_path, quantctl, client,
+                                                 layout):
+    source, mixture = write_experts(tmp_path / "plain", layout), tmp_path / "m"
+    specs = ("int8:per-channel", "int4:group:32")
+    sweep = ("sweep", source, *(word for spec in specs
+                                for word in ("--spec", spec)),
+             "--include", "*.experts.*", "--max-bits-per-element", "7")
+    quantctl(*sweep, "-o", mixture)
+    chosen = dict(line.split("=", 1)
+                  for line in mixture.read_text().splitlines())
+    assert len(chosen) == (9 if layout == "apart" else 2)
+    assert set(chosen.values()) == {"int4:group:32"}
+    here = quantd.sweep_model(source, specs, client=client,
+                              include=["*.experts.*"], max_bits_per_element=7)
+    assert here.mixtures[0].specs == chosen
+    quantctl("quantize", source, "-o", tmp_path / "out", "--layout",
+             "compressed-tensors", "--no-store", "--spec", f"@{mixture}")
+    # Alone some of them had more bits.
+    quantctl(*sweep, "--no-ties", "-o", mixture, "--force")
+    assert "int8:per-channel" in mixture.read_text()
+    here = quantd.sweep_model(source, specs, client=client, ties=False,
+                              include=["*.experts.*"], max_bits_per_element=7)
+    assert set(here.mixtures[0].specs.values()) == set(specs)
+
+
+MIXTRAL = "model.layers.{}.block_sparse_moe.experts"
+
+
+@pytest.mark.parametrize("names", [("w1", "w2", "w3"),
+                                   ("up_proj", "down_proj")])
+def test_ExpertsAreFoundUnderTheNamesThatVllmLooksUp(tmp_path, quantctl,
+                                                     names):
+    source = tmp_path / "plain"
+    source.mkdir()
+    rng = np.random.default_rng(3)
+    layers = [MIXTRAL.format(layer) for layer in range(3)]
+    tensors = {f"{layer}.{n}.{name}.weight": rng.standard_normal(
+        (64, 64), np.float32) for layer in layers for n in (1, 2)
+               for name in names}
+    quantd.save(source / "model.safetensors", tensors)
+    (source / "config.json").write_text("{}")
+    out = tmp_path / "out"
+    quantctl("quantize", source, "-o", out, "--layout", "compressed-tensors",
+             "--no-store", "--spec", "model.layers.0.*=int4:group:32", "--spec",
+             "int8:per-channel", "--exclude", "model.layers.2.*")
+    config = json.loads((out / "config.json").read_text())[
+        "quantization_config"]
+    bits = {target: group["weights"]["num_bits"]
+            for group in config["config_groups"].values()
+            for target in group["targets"]}
+    for projection in ("gate_proj", "up_proj", "down_proj"):
+        looked_up = [f"{layer}.0.{projection}" for layer in layers]
+        assert [bits.get(name) for name in looked_up] == [4, 8, None]
+        assert [name in config["ignore"] for name in looked_up] == [
+            False, False, True]
+    quantctl("dequantize", out, "-o", tmp_path / "floats")
+    assert quantd.load(tmp_path / "floats").keys() == tensors.keys()
+    assert set(quantd.load(out)) == tensors.keys()
 
 
 def test_PartsShareExpertsOut(tmp_path, quantctl):
