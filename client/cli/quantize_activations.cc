@@ -99,18 +99,11 @@ std::string CacheOf(absl::string_view tensor) {
   return std::string(tensor);
 }
 
-bool HasTensor(const QuantizePlan& plan, const std::string& name) {
-  return std::any_of(plan.shards.begin(), plan.shards.end(),
-                     [&name](const std::unique_ptr<Shard>& shard) {
-                       return shard->input.Find(name) != nullptr;
-                     });
-}
-
 // The module whose output goes to the cache `cache`.
 std::string SourceOf(const QuantizePlan& plan, const std::string& cache) {
   for (const absl::string_view norm : kCacheNorms) {
     std::string module = absl::StrCat(cache, norm);
-    if (HasTensor(plan, absl::StrCat(module, ".weight"))) return module;
+    if (plan.Find(absl::StrCat(module, ".weight")) != nullptr) return module;
   }
   return absl::StrCat(cache, "_proj");
 }
@@ -133,7 +126,7 @@ absl::Status CheckCache(const QuantizePlan& plan) {
       has_cache = true;
       other.back() = other.back() == 'k' ? 'v' : 'k';
       absl::StrAppend(&other, "_proj.weight");
-      if (!HasTensor(plan, other)) missing.push_back(std::move(other));
+      if (plan.Find(other) == nullptr) missing.push_back(std::move(other));
     }
   }
   if (!has_cache) {

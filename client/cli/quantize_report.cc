@@ -225,6 +225,7 @@ class RunReport {
                         {"ties", TiesJson()},
                         {"ignored", plan_.ignored},
                         {"no_linear", plan_.no_linear},
+                        {"conv1d", plan_.conv1d},
                         {"retries", session_.retries()},
                         {"tensors", list}});
   }
@@ -413,6 +414,11 @@ class RunReport {
       session_.PrintError(absl::StrCat(
           "quantctl: left as they are, as no matrices MODULE.weight: ",
           NamesText(plan_.no_linear), "; a --spec for them takes them"));
+    }
+    if (!plan_.conv1d.empty() && !session_.quiet) {
+      session_.PrintError(
+          absl::StrCat("quantctl: left as they are: ", NamesText(plan_.conv1d),
+                       "; ", kConv1dText));
     }
     if (!plan_.experts.empty() && !session_.quiet) {
       const FusedExperts& first = plan_.experts[0];

@@ -955,3 +955,67 @@ def test_HeadEmbeddingsAndRoutersStay(tmp_path, quantctl):
                         "--no-store", "--scheme", "W8A8", *flags, code=2)
         assert "--ignore '' takes them" in said
         assert not (tmp_path / "none").exists()
+
+
+def write_modules(folder, shapes, dtype=np.float32):
+    folder.mkdir()
+    rng = np.random.default_rng(1)
+    quantd.save(folder / "model.safetensors", {
+        name + ".weight": rng.standard_normal(shape, np.float32).astype(dtype)
+        for name, shape in shapes.items()})
+    (folder / "config.json").write_text('{"model_type": "test"}')
+    return folder
+
+
+def test_WhatVllmHasNoQuantizedLayersForStays(tmp_path, quantctl):
+    kept = ["head", "proj_out", "model.layers.61.eh_proj",
+            "model.layers.61.shared_head.head", "model.mtp_linear_proj",
+            "model.mtp_layers.0.input_proj",
+            *(f"backbone.layers.0.mixer.{name}_proj"
+              for name in ("in", "x", "dt", "out"))]
+    # Mamba 2 has no x_proj, and others have their own.
+    taken = ["backbone.layers.1.mixer.in_proj",
+             "backbone.layers.1.mixer.out_proj", "blocks.0.attn.out_proj",
+             "vision.input_proj", "blocks.0.proj_out"]
+    source = write_modules(tmp_path / "model", dict.fromkeys(
+        kept + taken, (32, 64)))
+    flags = ("--scheme", "W8A8", "--no-store")
+    report = quantctl("quantize", source, "-o", tmp_path / "out", *flags,
+                      "--json")
+    assert sorted(report["ignored"]) == sorted(kept)
+    (group,) = check_config(tmp_path / "out")["config_groups"].values()
+    assert sorted(group["targets"]) == sorted(taken)
+    report = quantctl("quantize", source, "-o", tmp_path / "named", *flags,
+                      "--json", "--spec", "*mixer.x_proj*=int8:per-channel")
+    assert "backbone.layers.0.mixer.x_proj" not in report["ignored"]
+
+
+def test_WeightsOfConv1dStay(tmp_path, quantctl):
+    conv1d = {"h.0.attn.c_attn": (64, 192), "h.0.attn.c_proj": (64, 64),
+              "h.0.mlp.c_fc": (64, 256), "h.0.mlp.c_proj": (256, 64)}
+    flags = ("--scheme", "W8A8", "--no-store")
+    source = write_modules(tmp_path / "gpt2", {"wte": (96, 64), **conv1d})
+    said = quantctl("quantize", source, "-o", tmp_path / "none", *flags, code=2)
+    assert "expected modules to quantize" in said and "Conv1D" in said
+    assert not (tmp_path / "none").exists()
+    source = write_modules(tmp_path / "both", {
+        "encoder.0.q_proj": (64, 64), **{"decoder." + name: shape
+                                         for name, shape in conv1d.items()}})
+    for more in (flags, ("--layout", "compressed-tensors", "--no-store")):
+        out = tmp_path / more[0]
+        report = quantctl("quantize", source, "-o", out, *more, "--json")
+        assert report["conv1d"] == sorted(
+            f"decoder.{name}.weight" for name in conv1d)
+        (group,) = check_config(out)["config_groups"].values()
+        assert group["targets"] == ["encoder.0.q_proj"]
+    said = quantctl("quantize", source, "-o", tmp_path / "told", *flags)
+    assert "left as they are: decoder.h.0.attn.c_attn.weight, " in said
+    said = quantctl("quantize", source, "-o", tmp_path / "named", *flags,
+                    "--include", "*c_fc*", code=1)
+    assert "decoder.h.0.mlp.c_fc.weight" in said and "Conv1D" in said
+    # Of others it lies [out, in].
+    source = write_modules(tmp_path / "qwen", {
+        name: shape[::-1] for name, shape in conv1d.items()})
+    report = quantctl("quantize", source, "-o", tmp_path / "out", *flags,
+                      "--json")
+    assert report["quantized_count"] == 4 and not report["conv1d"]
