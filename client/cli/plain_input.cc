@@ -33,7 +33,7 @@ constexpr absl::string_view kBeside[] = {
 // How the name of codes goes on where that of what lies beside them ends.
 constexpr absl::string_view kCodeEnds[] = {
     "",      "_packed",     ".weight", "_blocks", ".blocks",
-    "_data", "_data._data", ".W_q",    ".codes"};
+    "_data", "_data._data", "_qdata",  ".W_q",    ".codes"};
 // Names that only codes have, and what lies beside them where they may be in
 // another file.
 constexpr absl::string_view kOfCodes[] = {".qweight",
@@ -46,6 +46,9 @@ constexpr absl::string_view kOfCodes[] = {".qweight",
                                           "_weight_scale_inv",
                                           "_weight_scale_2",
                                           "_proj_weight_scale",
+                                          "._weight_qdata",
+                                          "._weight_scale",
+                                          "._weight_zero_point",
                                           ".W_q",
                                           ".comfy_quant"};
 // As AutoGPTQ and AutoAWQ call theirs.

@@ -567,7 +567,7 @@ def test_MalformedCheckpointsAreRefused(number, quantctl, tmp_path):
     assert text.replace(" ", "") in str(caught.value).replace(" ", "")
 
 
-def test_CodesWithoutAConfigurationAreNotQuantized(quantctl, tmp_path):
+def test_CodesWithoutAConfigurationAreNotQuantized(quantctl, client, tmp_path):
     """Not even where their scales are in another file."""
     float_, code = np.ones((4, 32), np.float32), np.ones((4, 32), np.uint8)
     for i, tensors in enumerate((
@@ -581,6 +581,11 @@ def test_CodesWithoutAConfigurationAreNotQuantized(quantctl, tmp_path):
             {"a.weight_scale_inv": float_}, {"a.qzeros": float_},
             {"a.gate_up_proj": code, "a.gate_up_proj_weight_scale": float_},
             {"a.weight._data": code.view(np.int8), "a.weight._scale": float_},
+            {"a._weight_qdata": code.view(np.int8), "a._weight_scale": float_,
+             "a._weight_zero_point": float_},
+            {"a._weight_qdata": As("I16", np.ones((4, 32), np.int16))},
+            {"a._weight_scale": float_}, {"a._weight_zero_point": float_},
+            {"a.weight_qdata": code, "a.weight_scale": float_},
             {"a.W_q": code, "a.scale": float_, "a.zero": float_},
             {"a.codes": code.view(np.int8), "a.codebooks": float_,
              "a.scales": float_})):
@@ -591,6 +596,9 @@ def test_CodesWithoutAConfigurationAreNotQuantized(quantctl, tmp_path):
                             "int8", *more, code=FILE_ERROR)
             assert "FILE_UNSUPPORTED" in said and "quantized already" in said
             assert not (tmp_path / "out").exists()
+        with pytest.raises(quantd.QuantdError) as caught:
+            quantd.quantize_model(path, tmp_path / "out", "int8", client=client)
+        assert caught.value.reason == "FILE_UNSUPPORTED"
     # Beside a weight of floats a scale is a tensor like another.
     write(tmp_path / "plain", {"a.weight": float_, "a.weight_scale": float_})
     quantctl("quantize", tmp_path / "plain", "-o", tmp_path / "out", "--spec",

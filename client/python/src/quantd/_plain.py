@@ -17,11 +17,12 @@ _BESIDE = ("_scale", "_scale_inv", "_scale_2", ".scale", ".scales", "_scales",
            "_weight_scale_2", ".codebooks", ".scale_weight", ".zero")
 # How the name of codes goes on where that of what lies beside them ends.
 _CODE_ENDS = ("", "_packed", ".weight", "_blocks", ".blocks", "_data",
-              "_data._data", ".W_q", ".codes")
+              "_data._data", "_qdata", ".W_q", ".codes")
 # Names that only codes have, and what lies beside them.
 _OF_CODES = (".qweight", ".qzeros", ".weight_packed", ".weight_scale_inv",
              ".weight_scale_2", ".weight_global_scale", ".weight.absmax",
              "_weight_scale_inv", "_weight_scale_2", "_proj_weight_scale",
+             "._weight_qdata", "._weight_scale", "._weight_zero_point",
              ".W_q", ".comfy_quant")
 _CODES = ("U8", "I8", "F8_E4M3", "F8_E5M2", "I32")
 # What tells of tensors what they do not.
