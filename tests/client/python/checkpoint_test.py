@@ -622,11 +622,14 @@ def test_ConfigurationsSayThatCodesAreCodes(name, document, quantctl, client,
             said = quantctl("quantize", source, "-o", out, "--spec", "int8",
                             *more, code=FILE_ERROR)
             assert "FILE_UNSUPPORTED" in said
+            # Neither would read it.
+            assert "requantize" not in said and "dequantize" not in said
         for requantize in False, True:
             with pytest.raises(quantd.QuantdError) as caught:
                 quantd.quantize_model(source, out, "int8", client=client,
                                       requantize=requantize)
             assert caught.value.reason == "FILE_UNSUPPORTED"
+            assert "requantize" not in str(caught.value)
         assert not out.exists()
     quantctl("quantize", folder / "plain.safetensors", "-o", out, "--spec",
              "int8", "--no-store")

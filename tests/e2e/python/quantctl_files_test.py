@@ -579,7 +579,7 @@ class QuantizedInputTest(FilesCase):
                             ("folder", "quantctl dequantize"),
                             ("packed", "quantctl dequantize"),
                             (shard, "quantctl dequantize"),
-                            ("theirs", "quantctl dequantize"),
+                            ("theirs", "does not read such codes"),
                             ("fp8", "F8_E4M3"), ("gptq", "\"gptq\"")):
             for command in (("quantize", "-o", self.path("out")),
                             ("calibrate", "--model", "twice"),

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import Mapping, Optional, Sequence
 
-from quantd import _checkpoint, _compressed, _files, _layout
+from quantd import _checkpoint, _compressed, _files, _layout, errors
 from quantd._files import FileTensor, InputFile
 
 
@@ -46,9 +46,9 @@ def open_plain(path: str, requantize: Optional[bool] = None
     # Codes and their scales may be in different shards.
     tensors = {name: tensor for file in files
                for name, tensor in file.tensors.items()}
-    what = next((key[len(_layout.KEY_PREFIX):] for file in files
-                 for key in file.metadata
-                 if key.startswith(_layout.KEY_PREFIX)), None)
+    own = what = next((key[len(_layout.KEY_PREFIX):] for file in files
+                       for key in file.metadata
+                       if key.startswith(_layout.KEY_PREFIX)), None)
     if what is None and requantize and not path.endswith((".npy", ".gguf")):
         coded = _read_coded(path, tensors, files)
         if coded:
@@ -67,13 +67,26 @@ def open_plain(path: str, requantize: Optional[bool] = None
         method = _method_of(path)
         what = f"the model, by {method}" if method else None
     if what is not None:
+        is_others = own is None and _is_read(path, tensors, files)
         raise _files.unsupported(
             path, f"expected plain tensors, but {what!r} is quantized "
-            "already; begin with the model that it was made from, or with what "
-            "`quantctl dequantize` makes of it" + (
+            "already; begin with the model that it was made from, or with " + (
+                "what `quantctl dequantize` makes of it"
+                if is_others or own is not None else
+                "floats that the program that quantized it makes of it; "
+                "quantd does not read such codes") + (
                 ", or take requantize=True, which does both"
-                if requantize is False else ""))
+                if requantize is False and is_others else ""))
     return files
+
+
+def _is_read(path: str, tensors: Mapping[str, FileTensor],
+             files: Sequence[InputFile]) -> bool:
+    """Whether quantd reads what other programs have quantized."""
+    try:
+        return bool(_read_coded(path, tensors, files))
+    except errors.QuantdError:
+        return False
 
 
 def _folder_of(path: str) -> str:
