@@ -1,6 +1,5 @@
 #include "client/cli/quantize_folder.h"
 
-#include <dirent.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -104,19 +103,6 @@ absl::Status CopyFile(const std::string& from, const std::string& to) {
     if (!status.ok()) return status;
   }
   return source.bad() ? files::FileUnreadableError(from, EIO) : file->Commit();
-}
-
-// Names in a folder, in order; none where it cannot be read.
-std::vector<std::string> FilesIn(const std::string& folder) {
-  std::vector<std::string> names;
-  DIR* const opened = opendir(folder.c_str());
-  if (opened == nullptr) return names;
-  while (const dirent* const entry = readdir(opened)) {
-    names.emplace_back(entry->d_name);
-  }
-  closedir(opened);
-  std::sort(names.begin(), names.end());
-  return names;
 }
 
 // Whether a config.json is of a compressed-tensors model.
