@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
@@ -169,23 +171,52 @@ absl::Status FindCache(StoredRanges* stored, QuantizePlan* plan) {
   return absl::OkStatus();
 }
 
-// That tensors that vLLM fuses, by the usual names, all have the same scheme or
-// none. `schemes`  of those that are quantized.
-// Errors: ARGUMENT_INVALID.
-absl::Status CheckFused(
-    const absl::flat_hash_map<const files::FileTensor*, std::string>& schemes,
-    const QuantizePlan& plan) {
+// The tensors that vLLM fuses, by the usual names, and the matrices of all
+// experts of a layer.
+std::vector<TieGroup> FindFused(const QuantizePlan& plan) {
   std::vector<const files::FileTensor*> tensors;
   for (const std::unique_ptr<Shard>& shard : plan.shards) {
     for (const files::FileTensor& tensor : shard->input.tensors()) {
       tensors.push_back(&tensor);
     }
   }
-  const absl::StatusOr<std::vector<TieGroup>> groups =
-      FindTiedTensors(TieOptions(), tensors);
-  if (!groups.ok()) return groups.status();
+  // Only patterns of a user can be wrong.
+  return *FindTiedTensors(TieOptions(), tensors);
+}
+
+// Whether the rows of a matrix in blocks end within one.
+bool IsRagged(const files::FileTensor& tensor, const Json& weights) {
+  return weights["strategy"] == "block" &&
+         tensor.shape[0] % weights["block_structure"][0].get<int64_t>() != 0;
+}
+
+// The labels of fused tensors that vLLM does not load for such rows. It lets
+// those of the last of them pass; keys and values have as many, and so have
+// gate and up.
+std::vector<std::string> FindRagged(
+    const std::vector<TieGroup>& fused,
+    const absl::flat_hash_set<const files::FileTensor*>& ragged) {
+  std::vector<std::string> labels;
+  for (const TieGroup& group : fused) {
+    if (group.shares_scale &&
+        std::count_if(group.tensors.begin(), group.tensors.end(),
+                      [&ragged](const files::FileTensor* const tensor) {
+                        return ragged.contains(tensor);
+                      }) > 1) {
+      labels.push_back(group.label);
+    }
+  }
+  return labels;
+}
+
+// That fused tensors have the same scheme or none. `schemes`  of those that are
+// quantized.
+// Errors: ARGUMENT_INVALID.
+absl::Status CheckFused(
+    const absl::flat_hash_map<const files::FileTensor*, std::string>& schemes,
+    const std::vector<TieGroup>& fused, const QuantizePlan& plan) {
   std::vector<std::string> unlike;
-  for (const TieGroup& group : *groups) {
+  for (const TieGroup& group : fused) {
     // What is wrong with a tensor is told by itself.
     if (std::any_of(group.tensors.begin(), group.tensors.end(),
                     [&plan](const files::FileTensor* const tensor) {
@@ -266,6 +297,7 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
   std::optional<StoredRanges> stored;
   if (client != nullptr) stored.emplace(options.name, client);
   absl::flat_hash_map<const files::FileTensor*, std::string> schemes;
+  absl::flat_hash_set<const files::FileTensor*> ragged;
   for (const std::unique_ptr<Shard>& shard : plan->shards) {
     for (const files::FileTensor* const tensor : shard->selected) {
       ModuleInputs& inputs = plan->inputs[tensor->name];
@@ -293,10 +325,13 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
       }
       schemes[tensor] =
           absl::StrCat(planned->module.dump(), inputs.arguments.dump());
+      if (IsRagged(*tensor, planned->module["weights"])) ragged.insert(tensor);
     }
   }
+  const std::vector<TieGroup> fused = FindFused(*plan);
+  plan->ragged = FindRagged(fused, ragged);
   if (!options.ties.no_defaults) {
-    const absl::Status status = CheckFused(schemes, *plan);
+    const absl::Status status = CheckFused(schemes, fused, *plan);
     if (!status.ok()) return status;
   }
   if (!plan->kv_cache.is_null()) {

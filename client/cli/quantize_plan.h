@@ -98,6 +98,8 @@ struct QuantizePlan {
   std::vector<std::string> conv1d;
   // ... and how many have weights and inputs that no runtime has kernels for.
   uint64_t no_kernels_count = 0;
+  // TieGroup::label of fused tensors whose rows are no whole blocks.
+  std::vector<std::string> ragged;
   // With `part`, the tensors of this part.
   absl::flat_hash_set<const files::FileTensor*> scope;
   // Has all tensors from the beginning; different ones may change at once.

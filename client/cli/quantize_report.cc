@@ -432,6 +432,17 @@ class RunReport {
               ? absl::StrCat(" and ", CountText(count - 1), " more tensors")
               : ""));
     }
+    if (!plan_.ragged.empty()) {
+      const size_t count = plan_.ragged.size();
+      session_.PrintError(absl::StrCat(
+          "quantctl: warning: vLLM does not load fused matrices whose rows are "
+          "no whole blocks: ",
+          plan_.ragged[0],
+          count > 1
+              ? absl::StrCat(" and ", CountText(count - 1), " more groups")
+              : "",
+          "; take --scheme FP8_DYNAMIC"));
+    }
     if (plan_.no_kernels_count > 0) {
       session_.PrintError(absl::StrCat(
           "quantctl: warning: vLLM has no kernels for the weights and inputs "

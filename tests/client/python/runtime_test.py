@@ -1019,3 +1019,21 @@ def test_WeightsOfConv1dStay(tmp_path, quantctl):
     report = quantctl("quantize", source, "-o", tmp_path / "out", *flags,
                       "--json")
     assert report["quantized_count"] == 4 and not report["conv1d"]
+
+
+@pytest.mark.parametrize("rows, label", [
+    ((256, 128, 128, 256, 256), None), ((256, 64, 64, 256, 256), "attn"),
+    ((256, 128, 128, 192, 192), "mlp"),
+    # Only the last of fused matrices may end within a block.
+    ((256, 128, 64, 256, 256), None)])
+def test_FusedRowsThatAreNoWholeBlocksAreTold(tmp_path, quantctl, rows, label):
+    names = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.gate_proj",
+             "mlp.up_proj")
+    source = write_modules(tmp_path / "model", {
+        "attn.o_proj": (192, 256),
+        **{name: (count, 256) for name, count in zip(names, rows)}})
+    said = quantctl("quantize", source, "-o", tmp_path / "out", "--scheme",
+                    "FP8_BLOCK", "--no-store")
+    assert ("no whole blocks" in said) == (label is not None), said
+    if label:
+        assert f"whole blocks: {label}.{{" in said
