@@ -20,6 +20,7 @@
 #include "absl/strings/string_view.h"
 #include "client/cli/coded_input.h"
 #include "client/cli/compressed_model.h"
+#include "client/cli/compressed_scheme.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/fused_experts.h"
 #include "client/cli/gguf_output.h"
@@ -666,7 +667,12 @@ bool QuantizePlan::AnyFailed(const Shard& shard) const {
 }
 
 EncodingSpec QuantizePlan::SpecOf(const files::FileTensor& tensor) const {
-  EncodingSpec spec = *specs.For(tensor.name)->SpecOf(tensor.shape);
+  const SpecTemplate& of_tensor = *specs.For(tensor.name);
+  EncodingSpec spec = *of_tensor.SpecOf(tensor.shape);
+  if (has_model_scales && &of_tensor == &specs.base &&
+      tensor.dtype == files::Dtype::kBF16) {
+    spec.set_scale_type(v1::SCALE_TYPE_BFLOAT16);
+  }
   if (const auto found = importance.find(tensor.name);
       found != importance.end()) {
     spec.mutable_importance()->mutable_weight()->Assign(found->second.begin(),
@@ -702,6 +708,8 @@ absl::StatusOr<QuantizePlan> MakePlan(const QuantizeOptions& options,
   QuantizePlan plan;
   plan.is_folder = files::IsFolder(options.input) || options.IsCompressed();
   plan.specs = specs;
+  plan.has_model_scales =
+      !options.scheme.empty() && FindPreset(options.scheme)->has_model_scales;
   plan.part = part;
   absl::Status status = OpenInputs(options, &plan);
   if (status.ok()) status = CheckOutput(options, &plan, session);

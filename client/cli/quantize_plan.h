@@ -65,6 +65,9 @@ struct QuantizePlan {
   // Whether the output is one.
   bool is_folder = false;
   SpecSet specs;
+  // Tensors of bfloat16 with the base have scales of that type; see
+  // SchemePreset.
+  bool has_model_scales = false;
   // Nothing for all.
   std::optional<Part> part;
   std::vector<std::unique_ptr<Shard>> shards;

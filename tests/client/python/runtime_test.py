@@ -1037,3 +1037,54 @@ def test_FusedRowsThatAreNoWholeBlocksAreTold(tmp_path, quantctl, rows, label):
     assert ("no whole blocks" in said) == (label is not None), said
     if label:
         assert f"whole blocks: {label}.{{" in said
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES
+                                    if name not in ("FP8", "NVFP4")])
+def test_ScalesThatRuntimesHoldInBfloat16AreWrittenSo(tmp_path, quantctl,
+                                                      scheme):
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    rng = np.random.default_rng(5)
+    weight = rng.standard_normal((8, 256), np.float32)
+    weight = (weight.view(np.uint32) >> 16 << 16).view(np.float32)
+    with open(source / "model.safetensors", "wb") as file:
+        header = json.dumps({name: {
+            "dtype": dtype, "shape": [8, 256], "data_offsets": [begin, end]}
+            for name, dtype, begin, end in (
+                ("a.weight", "BF16", 0, 4096),
+                ("b.weight", "F32", 4096, 12288))}).encode()
+        file.write(len(header).to_bytes(8, "little") + header +
+                   (weight.view(np.uint32) >> 16).astype(np.uint16).tobytes() +
+                   weight.tobytes())
+    quantctl("quantize", source, "-o", tmp_path / "out", "--scheme", scheme,
+             "--no-store")
+    with open(tmp_path / "out" / "model.safetensors", "rb") as file:
+        data = file.read()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    dtype = header["a.weight_scale"]["dtype"]
+    is_model_scale = scheme in ("W4A16", "W4A16_ASYM", "W8A16")
+    assert (dtype == "BF16") == is_model_scale
+    assert header["b.weight_scale"]["dtype"] == (
+        "F32" if is_model_scale else dtype)
+    if not is_model_scale:
+        return
+
+    def part(name, dtype):
+        info = header[f"a.weight_{name}"]
+        return np.frombuffer(data[start:][slice(*info["data_offsets"])],
+                             dtype).reshape(info["shape"])
+
+    # The codes are the nearest with the scales that are written.
+    scale = (part("scale", np.uint16).astype(np.uint32) << 16).view(np.float32)
+    bits = 8 if scheme == "W8A16" else 4
+    codes = rules.unpack_words(part("packed", np.int32), bits, 256)
+    zeros, half = np.zeros((8, 2)), 1 << bits - 1
+    if scheme == "W4A16_ASYM":
+        zeros = rules.unpack_words(np.ascontiguousarray(
+            part("zero_point", np.int32).T), bits, 8).T
+    zeros, scale = np.repeat(zeros, 128, 1), np.repeat(scale, 128, 1)
+    exact = np.clip(np.round(weight / scale) + zeros, -half, half - 1)
+    np.testing.assert_array_equal(codes, exact)
