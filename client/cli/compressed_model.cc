@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,9 +11,12 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "client/cli/bit_stream.h"
+#include "client/cli/fused_experts.h"
 #include "client/cpp/element_bytes.h"
+#include "client/models/tie_groups.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -155,12 +159,23 @@ Json CompressedModel::Config(const std::vector<std::string>& ignored,
   absl::flat_hash_map<std::string, size_t> index;
   std::vector<std::pair<Json, Json>> groups;
   std::string format;
+  std::map<std::string, size_t> group_of_experts;
   for (const auto& [module, scheme] : modules_.items()) {
     const auto [found, is_new] = index.emplace(scheme.dump(), groups.size());
     if (is_new) groups.emplace_back(scheme, Json::array());
     groups[found->second].second.push_back(module);
+    const std::string tensor = absl::StrCat(module, kCompressedWeight);
+    if (const absl::string_view experts = ExpertsOf(tensor); !experts.empty()) {
+      group_of_experts.emplace(experts, found->second);
+    }
     const std::string layout = scheme["format"];
     format = format.empty() || format == layout ? layout : "mixed-precision";
+  }
+  for (const auto& [experts, group] : group_of_experts) {
+    for (std::string& module : ModulesOfLayer(experts)) {
+      if (modules_.contains(module)) continue;
+      groups[group].second.push_back(std::move(module));
+    }
   }
   Json config_groups = Json::object();
   for (size_t i = 0; i < groups.size(); ++i) {

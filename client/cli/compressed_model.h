@@ -74,7 +74,8 @@ class CompressedModel {
 
   // The "quantization_config" of what was written. Readers take no module of a
   // matrix that is neither in it nor ignored: `ignored` are those that were
-  // left as they are. `cache` is the "kv_cache_scheme".
+  // left as they are. ModulesOfLayer are in it for all experts. `cache` is the
+  // "kv_cache_scheme".
   Json Config(const std::vector<std::string>& ignored, const Json& cache) const;
 
  private:

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -93,6 +94,21 @@ class ModuleReader {
     status = AddScales(module, *scheme, scale, &tensor);
     if (!status.ok()) return status;
     const files::FileTensor* const zero_point = part(".weight_zero_point");
+    if (zero_point == nullptr && is_integer &&
+        scheme->value("symmetric", Json()) == false) {
+      return Malformed(module,
+                       absl::StrCat("expected ", module,
+                                    ".weight_zero_point, as its scheme is not "
+                                    "symmetric, got none"));
+    }
+    if (zero_point != nullptr && !is_integer &&
+        absl::c_any_of(zero_point->data,
+                       [](uint8_t byte) { return byte != 0; })) {
+      return files::FileUnsupportedError(
+          path_, absl::StrCat("module \"", module,
+                              "\": expected a weight_zero_point of zeros for "
+                              "floats"));
+    }
     if (zero_point != nullptr && is_integer) {
       status =
           AddZeroPoints(module, static_cast<int>(bits), *zero_point, &tensor);

@@ -62,6 +62,31 @@ void AddCacheParts(const TensorInput& input,
   }
 }
 
+// Whether the codes stand for the weights as they were: not for rotated ones,
+// and not for those that are not zero alone. Both sections may be there all the
+// same.
+absl::Status CheckRead(const Json& config, const std::string& config_path) {
+  const Json transforms = config.value("transform_config", Json());
+  const bool has_transforms =
+      transforms.is_object()
+          ? !transforms.value("config_groups", Json()).empty()
+          : !transforms.is_null();
+  if (has_transforms) {
+    return files::FileUnsupportedError(
+        config_path,
+        "transform_config: weights that were transformed are not read");
+  }
+  const Json sparsity = config.value("sparsity_config", Json());
+  if (sparsity.is_object() &&
+      sparsity.value("format", Json("dense")) != "dense") {
+    return files::FileUnsupportedError(
+        config_path,
+        "sparsity_config: weights that are stored sparsely are "
+        "not read");
+  }
+  return absl::OkStatus();
+}
+
 // `config` is of `config_path`.
 absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressedModules(
     const TensorInput& input, const std::string& path,
@@ -118,6 +143,8 @@ absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressed(
     return files::FileUnsupportedError(
         config_path, "a quantization that is not of compressed-tensors");
   }
+  const absl::Status is_read = CheckRead(*config, config_path);
+  if (!is_read.ok()) return is_read;
   absl::StatusOr<std::vector<QuantizedTensor>> tensors =
       ReadCompressedModules(input, path, config_path, *config);
   if (!tensors.ok()) return tensors.status();

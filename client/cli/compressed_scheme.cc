@@ -190,9 +190,9 @@ const std::vector<SchemePreset>& SchemePresets() {
       {"MXFP4A16", "mxfp4_e2m1", compressed, "none"},
       {"MXFP8", "mxfp8_e4m3", compressed, "dynamic=mxfp8_e4m3"},
       {"MXFP8A16", "mxfp8_e4m3", compressed, "none"},
-      {"W4A16", "int4:group:128", compressed, "none"},
-      {"W4A16_ASYM", "uint4:group:128", compressed, "none"},
-      {"W8A16", "int8:group:128", "pack-quantized", "none"},
+      {"W4A16", "int4:group:128", compressed, "none", true},
+      {"W4A16_ASYM", "uint4:group:128", compressed, "none", true},
+      {"W8A16", "int8:group:128", "pack-quantized", "none", true},
       {"W4AFP8", "int4:group:128", compressed, "dynamic=float8_e4m3fn"}};
   return *kPresets;
 }

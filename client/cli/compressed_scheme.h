@@ -25,6 +25,8 @@ struct SchemePreset {
   std::string spec;
   std::string layout;
   std::string activations;
+  // Runtimes hold the scales in the type of the model.
+  bool has_model_scales = false;
 };
 const std::vector<SchemePreset>& SchemePresets();
 // Null for another name.

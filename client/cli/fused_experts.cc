@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -39,8 +38,8 @@ struct Layer {
 };
 
 // "X.experts" of a name that goes on with `projection`; empty for another.
-absl::string_view ExpertsOf(absl::string_view name,
-                            absl::string_view projection) {
+absl::string_view ExpertsOfStack(absl::string_view name,
+                                 absl::string_view projection) {
   if (!absl::ConsumeSuffix(&name, projection)) return "";
   return name == kExperts || absl::EndsWith(name, ".experts") ? name : "";
 }
@@ -54,14 +53,14 @@ std::map<std::string, Layer> FindLayers(
       if (absl::ConsumeSuffix(&name, "_bias") ||
           absl::ConsumeSuffix(&name, ".bias")) {
         for (const absl::string_view projection : {kGateUp, kDown}) {
-          const absl::string_view experts = ExpertsOf(name, projection);
+          const absl::string_view experts = ExpertsOfStack(name, projection);
           if (!experts.empty()) layers[std::string(experts)].has_biases = true;
         }
         continue;
       }
       absl::ConsumeSuffix(&name, ".weight");
-      const absl::string_view of_gate_up = ExpertsOf(name, kGateUp);
-      const absl::string_view of_down = ExpertsOf(name, kDown);
+      const absl::string_view of_gate_up = ExpertsOfStack(name, kGateUp);
+      const absl::string_view of_down = ExpertsOfStack(name, kDown);
       if (!of_gate_up.empty()) {
         layers[std::string(of_gate_up)].gate_up = &tensor;
       }
@@ -202,13 +201,12 @@ std::vector<std::string> PatternsOf(const FusedExperts& experts) {
   return patterns;
 }
 
-bool IsOfExpert(absl::string_view tensor) {
-  const absl::string_view mark = ".experts.";
-  const size_t at = absl::StrCat(".", tensor).find(std::string(mark));
-  // Without the dot in front.
-  const size_t digit = at + mark.size() - 1;
-  return at != std::string::npos && digit < tensor.size() &&
-         absl::ascii_isdigit(static_cast<unsigned char>(tensor[digit]));
+std::vector<std::string> ModulesOfLayer(absl::string_view experts) {
+  std::vector<std::string> modules;
+  for (const char* projection : {"gate_proj", "up_proj", "down_proj"}) {
+    modules.push_back(absl::StrCat(experts, ".0.", projection));
+  }
+  return modules;
 }
 
 }  // namespace quantd::cli

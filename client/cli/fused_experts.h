@@ -41,8 +41,10 @@ std::vector<FusedExperts> SplitExperts(const std::vector<TensorInput*>& inputs);
 // "X.experts.*.gate_proj.weight".
 std::vector<std::string> PatternsOf(const FusedExperts& experts);
 
-// Whether a tensor is the weight of one expert, "X.experts.N.Y".
-bool IsOfExpert(absl::string_view tensor);
+// By which modules vLLM looks up how the experts of a layer, "X.experts", are
+// quantized: "X.experts.0.gate_proj", up_proj and down_proj, whatever the
+// matrices of the model are called.
+std::vector<std::string> ModulesOfLayer(absl::string_view experts);
 
 }  // namespace quantd::cli
 

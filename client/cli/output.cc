@@ -1,5 +1,6 @@
 #include "client/cli/output.h"
 
+#include <dirent.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -48,6 +49,18 @@ absl::Status InputError(const std::string& path) {
 bool FileExists(const std::string& path) {
   struct stat status;
   return lstat(path.c_str(), &status) == 0;
+}
+
+std::vector<std::string> FilesIn(const std::string& folder) {
+  std::vector<std::string> names;
+  DIR* const opened = opendir(folder.c_str());
+  if (opened == nullptr) return names;
+  while (const dirent* const entry = readdir(opened)) {
+    names.emplace_back(entry->d_name);
+  }
+  closedir(opened);
+  std::sort(names.begin(), names.end());
+  return names;
 }
 
 bool IsSameFile(const std::string& a, const std::string& b) {

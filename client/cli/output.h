@@ -42,6 +42,9 @@ struct OutputOptions {
 // Whether there is anything at the path, be it a link to nothing.
 bool FileExists(const std::string& path);
 
+// Names in a folder, in order; none where it cannot be read.
+std::vector<std::string> FilesIn(const std::string& folder);
+
 // Whether both paths lead to one file or folder.
 bool IsSameFile(const std::string& a, const std::string& b);
 

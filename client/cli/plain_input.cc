@@ -2,14 +2,18 @@
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "client/cli/coded_input.h"
 #include "client/cli/session.h"
 #include "client/cpp/text_file.h"
+#include "client/files/coded_tensor.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
 #include "client/files/json.h"
@@ -33,7 +37,7 @@ constexpr absl::string_view kBeside[] = {
 // How the name of codes goes on where that of what lies beside them ends.
 constexpr absl::string_view kCodeEnds[] = {
     "",      "_packed",     ".weight", "_blocks", ".blocks",
-    "_data", "_data._data", ".W_q",    ".codes"};
+    "_data", "_data._data", "_qdata",  ".W_q",    ".codes"};
 // Names that only codes have, and what lies beside them where they may be in
 // another file.
 constexpr absl::string_view kOfCodes[] = {".qweight",
@@ -46,6 +50,9 @@ constexpr absl::string_view kOfCodes[] = {".qweight",
                                           "_weight_scale_inv",
                                           "_weight_scale_2",
                                           "_proj_weight_scale",
+                                          "._weight_qdata",
+                                          "._weight_scale",
+                                          "._weight_zero_point",
                                           ".W_q",
                                           ".comfy_quant"};
 // As AutoGPTQ and AutoAWQ call theirs.
@@ -114,15 +121,29 @@ std::string MethodIn(const Json& config, const std::string& otherwise) {
              : otherwise;
 }
 
+// `is_read`  whether `quantctl dequantize` reads it.
 absl::Status QuantizedError(const std::string& path, absl::string_view what,
-                            absl::string_view why, absl::string_view more) {
+                            absl::string_view why, bool is_read,
+                            absl::string_view more) {
   const std::string quantized = absl::StrCat(
       "expected plain tensors, but ", what, " is quantized already", why,
       "; begin with the model that it was made from");
   if (IsOnnxPath(path)) return files::FileUnsupportedError(path, quantized);
   return files::FileUnsupportedError(
-      path, absl::StrCat(quantized, ", or with what `quantctl dequantize ",
-                         path, " -o FILE` makes of it", more));
+      path,
+      is_read ? absl::StrCat(quantized, ", or with what `quantctl dequantize ",
+                             path, " -o FILE` makes of it", more)
+              : absl::StrCat(quantized,
+                             ", or with floats that the program that quantized "
+                             "it makes of it; quantctl does not read such "
+                             "codes"));
+}
+
+// Whether quantctl reads what other programs have quantized.
+bool IsRead(const TensorInput& input, const std::string& path) {
+  const absl::StatusOr<std::vector<files::CodedTensor>> coded =
+      ReadCoded(input, path);
+  return coded.ok() && !coded->empty();
 }
 
 }  // namespace
@@ -164,7 +185,9 @@ absl::Status CheckPlain(const TensorInput& input, const std::string& path,
   for (const auto& [key, value] : input.metadata()) {
     absl::string_view name = key;
     if (absl::ConsumePrefix(&name, kQuantizedKeyPrefix)) {
-      return QuantizedError(path, files::QuotedName(name), "", "");
+      // --requantize is for what others have quantized.
+      return QuantizedError(path, files::QuotedName(name), "",
+                            /*is_read=*/true, "");
     }
   }
   const std::string method = files::IsFolder(path) || HasCodeMatrix(input)
@@ -174,7 +197,7 @@ absl::Status CheckPlain(const TensorInput& input, const std::string& path,
     return QuantizedError(
         path, "a tensor",
         absl::StrCat(": its configuration says by ", files::QuotedName(method)),
-        more);
+        IsRead(input, path), more);
   }
   return CheckNoCodes(input, path, more);
 }
@@ -183,7 +206,8 @@ absl::Status CheckNoCodes(const TensorInput& input, const std::string& path,
                           absl::string_view more) {
   if (!input.onnx_codes().empty()) {
     return QuantizedError(path, files::QuotedName(input.onnx_codes()),
-                          ": the model takes it as codes", more);
+                          ": the model takes it as codes", /*is_read=*/false,
+                          more);
   }
   const files::FileTensor* const codes = FindCodes(input);
   if (codes == nullptr) return absl::OkStatus();
@@ -193,7 +217,7 @@ absl::Status CheckNoCodes(const TensorInput& input, const std::string& path,
                    ElementTypeOf(codes->dtype).has_value()
                        ? ", and scales of codes have such a name"
                        : ", and codes have such names"),
-      more);
+      IsRead(input, path), more);
 }
 
 }  // namespace quantd::cli

@@ -366,9 +366,9 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
   const Option* const ignore = command->AddOption(
       "--ignore", &options->ignore, "PATTERN",
       "Modules that a compressed-tensors model leaves as they are, in place of "
-      "the default: lm_head, embeddings and routers, unless --spec "
-      "PATTERN=SPEC "
-      "or --include names them. '' for none");
+      "the default: the head, embeddings, routers, and what vLLM has no "
+      "quantized layers for, unless --spec PATTERN=SPEC or --include names "
+      "them. '' for none");
   AddExamplesAndNotes(command);
   command->OnRun([options, session, store, part, layout, ignore] {
     options->parts.has_part = part->IsGiven();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
@@ -19,7 +21,6 @@
 #include "client/cli/compressed_model.h"
 #include "client/cli/compressed_scheme.h"
 #include "client/cli/compressed_tensors.h"
-#include "client/cli/fused_experts.h"
 #include "client/cli/quantize_outcome.h"
 #include "client/cpp/errors.h"
 #include "client/files/safetensors.h"
@@ -100,18 +101,11 @@ std::string CacheOf(absl::string_view tensor) {
   return std::string(tensor);
 }
 
-bool HasTensor(const QuantizePlan& plan, const std::string& name) {
-  return std::any_of(plan.shards.begin(), plan.shards.end(),
-                     [&name](const std::unique_ptr<Shard>& shard) {
-                       return shard->input.Find(name) != nullptr;
-                     });
-}
-
 // The module whose output goes to the cache `cache`.
 std::string SourceOf(const QuantizePlan& plan, const std::string& cache) {
   for (const absl::string_view norm : kCacheNorms) {
     std::string module = absl::StrCat(cache, norm);
-    if (HasTensor(plan, absl::StrCat(module, ".weight"))) return module;
+    if (plan.Find(absl::StrCat(module, ".weight")) != nullptr) return module;
   }
   return absl::StrCat(cache, "_proj");
 }
@@ -134,7 +128,7 @@ absl::Status CheckCache(const QuantizePlan& plan) {
       has_cache = true;
       other.back() = other.back() == 'k' ? 'v' : 'k';
       absl::StrAppend(&other, "_proj.weight");
-      if (!HasTensor(plan, other)) missing.push_back(std::move(other));
+      if (plan.Find(other) == nullptr) missing.push_back(std::move(other));
     }
   }
   if (!has_cache) {
@@ -177,23 +171,52 @@ absl::Status FindCache(StoredRanges* stored, QuantizePlan* plan) {
   return absl::OkStatus();
 }
 
-// That tensors that vLLM fuses, by the usual names, all have the same scheme or
-// none. `schemes`  of those that are quantized.
-// Errors: ARGUMENT_INVALID.
-absl::Status CheckFused(
-    const absl::flat_hash_map<const files::FileTensor*, std::string>& schemes,
-    const QuantizePlan& plan) {
+// The tensors that vLLM fuses, by the usual names, and the matrices of all
+// experts of a layer.
+std::vector<TieGroup> FindFused(const QuantizePlan& plan) {
   std::vector<const files::FileTensor*> tensors;
   for (const std::unique_ptr<Shard>& shard : plan.shards) {
     for (const files::FileTensor& tensor : shard->input.tensors()) {
       tensors.push_back(&tensor);
     }
   }
-  const absl::StatusOr<std::vector<TieGroup>> groups =
-      FindTiedTensors(TieOptions(), tensors);
-  if (!groups.ok()) return groups.status();
+  // Only patterns of a user can be wrong.
+  return *FindTiedTensors(TieOptions(), tensors);
+}
+
+// Whether the rows of a matrix in blocks end within one.
+bool IsRagged(const files::FileTensor& tensor, const Json& weights) {
+  return weights["strategy"] == "block" &&
+         tensor.shape[0] % weights["block_structure"][0].get<int64_t>() != 0;
+}
+
+// The labels of fused tensors that vLLM does not load for such rows. It lets
+// those of the last of them pass; keys and values have as many, and so have
+// gate and up.
+std::vector<std::string> FindRagged(
+    const std::vector<TieGroup>& fused,
+    const absl::flat_hash_set<const files::FileTensor*>& ragged) {
+  std::vector<std::string> labels;
+  for (const TieGroup& group : fused) {
+    if (group.shares_scale &&
+        std::count_if(group.tensors.begin(), group.tensors.end(),
+                      [&ragged](const files::FileTensor* const tensor) {
+                        return ragged.contains(tensor);
+                      }) > 1) {
+      labels.push_back(group.label);
+    }
+  }
+  return labels;
+}
+
+// That fused tensors have the same scheme or none. `schemes`  of those that are
+// quantized.
+// Errors: ARGUMENT_INVALID.
+absl::Status CheckFused(
+    const absl::flat_hash_map<const files::FileTensor*, std::string>& schemes,
+    const std::vector<TieGroup>& fused, const QuantizePlan& plan) {
   std::vector<std::string> unlike;
-  for (const TieGroup& group : *groups) {
+  for (const TieGroup& group : fused) {
     // What is wrong with a tensor is told by itself.
     if (std::any_of(group.tensors.begin(), group.tensors.end(),
                     [&plan](const files::FileTensor* const tensor) {
@@ -220,7 +243,8 @@ absl::Status CheckFused(
                         : "",
       ", got different ones, or some that are not quantized; vLLM fuses such a "
       "group and does not load it then; `quantctl sweep FILE` chooses one spec "
-      "for all, and --no-ties leaves them as they are asked for"));
+      "for all, and --no-ties leaves them as they are asked for; groups that "
+      "are longer than some of the rows make a scheme of their own"));
 }
 
 absl::Status OnlyCompressedError(const char* option) {
@@ -273,6 +297,7 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
   std::optional<StoredRanges> stored;
   if (client != nullptr) stored.emplace(options.name, client);
   absl::flat_hash_map<const files::FileTensor*, std::string> schemes;
+  absl::flat_hash_set<const files::FileTensor*> ragged;
   for (const std::unique_ptr<Shard>& shard : plan->shards) {
     for (const files::FileTensor* const tensor : shard->selected) {
       ModuleInputs& inputs = plan->inputs[tensor->name];
@@ -287,7 +312,7 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
       if (!arguments.ok()) return arguments.status();
       inputs.arguments = *std::move(arguments);
       if (!HasKernels(planned->module, inputs.arguments) ||
-          (IsOfExpert(tensor->name) &&
+          (!ExpertsOf(tensor->name).empty() &&
            !HasExpertKernels(planned->module, inputs.arguments))) {
         ++plan->no_kernels_count;
       }
@@ -300,10 +325,13 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
       }
       schemes[tensor] =
           absl::StrCat(planned->module.dump(), inputs.arguments.dump());
+      if (IsRagged(*tensor, planned->module["weights"])) ragged.insert(tensor);
     }
   }
+  const std::vector<TieGroup> fused = FindFused(*plan);
+  plan->ragged = FindRagged(fused, ragged);
   if (!options.ties.no_defaults) {
-    const absl::Status status = CheckFused(schemes, *plan);
+    const absl::Status status = CheckFused(schemes, fused, *plan);
     if (!status.ok()) return status;
   }
   if (!plan->kv_cache.is_null()) {

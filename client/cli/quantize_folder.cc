@@ -1,6 +1,5 @@
 #include "client/cli/quantize_folder.h"
 
-#include <dirent.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -12,9 +11,12 @@
 #include <iterator>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
@@ -23,6 +25,7 @@
 #include "absl/strings/string_view.h"
 #include "client/cli/compressed_model.h"
 #include "client/cli/compressed_tensors.h"
+#include "client/cli/fused_experts.h"
 #include "client/cli/output.h"
 #include "client/cli/quantize_outcome.h"
 #include "client/cli/quantize_parts.h"
@@ -34,6 +37,7 @@
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
 #include "client/models/model_config.h"
+#include "client/models/tie_groups.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -99,19 +103,6 @@ absl::Status CopyFile(const std::string& from, const std::string& to) {
     if (!status.ok()) return status;
   }
   return source.bad() ? files::FileUnreadableError(from, EIO) : file->Commit();
-}
-
-// Names in a folder, in order; none where it cannot be read.
-std::vector<std::string> FilesIn(const std::string& folder) {
-  std::vector<std::string> names;
-  DIR* const opened = opendir(folder.c_str());
-  if (opened == nullptr) return names;
-  while (const dirent* const entry = readdir(opened)) {
-    names.emplace_back(entry->d_name);
-  }
-  closedir(opened);
-  std::sort(names.begin(), names.end());
-  return names;
 }
 
 // Whether a config.json is of a compressed-tensors model.
@@ -250,8 +241,13 @@ absl::StatusOr<bool> QuantizeFolder::CopyBeside(const std::string& name) const {
 
 std::vector<std::string> QuantizeFolder::IgnoredModules() const {
   std::vector<std::string> modules;
+  // Layers of experts. vLLM also looks up those that stay.
+  std::set<std::string> quantized;
+  std::set<std::string> kept;
   for (const auto& [name, outcome] : plan_.outcomes) {
     const absl::string_view module = ModuleOf(name);
+    (outcome.is_quantized ? quantized : kept)
+        .insert(std::string(ExpertsOf(name)));
     if (outcome.is_quantized || module.empty()) continue;
     const auto is_matrix = [&name = name](const std::unique_ptr<Shard>& shard) {
       const files::FileTensor* const tensor = shard->input.Find(name);
@@ -259,6 +255,13 @@ std::vector<std::string> QuantizeFolder::IgnoredModules() const {
     };
     if (std::any_of(plan_.shards.begin(), plan_.shards.end(), is_matrix)) {
       modules.emplace_back(module);
+    }
+  }
+  for (const std::string& experts : kept) {
+    if (experts.empty() || quantized.count(experts) > 0) continue;
+    for (std::string& module : ModulesOfLayer(experts)) {
+      if (absl::c_linear_search(modules, module)) continue;
+      modules.push_back(std::move(module));
     }
   }
   std::sort(modules.begin(), modules.end(), NaturalLess);

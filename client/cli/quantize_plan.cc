@@ -20,6 +20,7 @@
 #include "absl/strings/string_view.h"
 #include "client/cli/coded_input.h"
 #include "client/cli/compressed_model.h"
+#include "client/cli/compressed_scheme.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/fused_experts.h"
 #include "client/cli/gguf_output.h"
@@ -63,11 +64,7 @@ absl::Status CheckBlocks(const QuantizeOptions& options,
 absl::Status CheckIndex(const QuantizeOptions& options,
                         const QuantizePlan& plan) {
   for (const auto& [tensor, name] : plan.weight_map) {
-    const auto has_tensor = [&tensor =
-                                 tensor](const std::unique_ptr<Shard>& shard) {
-      return shard->input.Find(tensor) != nullptr;
-    };
-    if (std::none_of(plan.shards.begin(), plan.shards.end(), has_tensor)) {
+    if (plan.Find(tensor) == nullptr) {
       return files::FileMalformedError(
           options.input, absl::StrCat("the index has tensor \"", tensor,
                                       "\" in ", name, ", where it is not"));
@@ -233,12 +230,9 @@ absl::Status CheckOutput(const QuantizeOptions& options, QuantizePlan* plan,
 
 // A name that the output takes must be free in all shards.
 absl::Status CheckName(const QuantizePlan& plan, const std::string& name) {
-  for (const std::unique_ptr<Shard>& shard : plan.shards) {
-    if (shard->input.Find(name) == nullptr) continue;
-    return ArgumentInvalidError(
-        absl::StrCat("the file has a tensor \"", name, "\" of its own"));
-  }
-  return absl::OkStatus();
+  if (plan.Find(name) == nullptr) return absl::OkStatus();
+  return ArgumentInvalidError(
+      absl::StrCat("the file has a tensor \"", name, "\" of its own"));
 }
 
 // The same of those that a quantized tensor takes.
@@ -360,9 +354,17 @@ absl::Status FindBlocks(const QuantizeOptions& options,
 }
 
 // Modules that lose much where they are quantized, or that no runtime has
-// kernels for: the head, embeddings and routers.
+// kernels for: the head, embeddings and routers, and what vLLM takes for a
+// plain torch.nn.Linear, as the projections in front of layers that predict
+// further tokens.
 constexpr absl::string_view kIgnoredModules[] = {"lm_head",
                                                  "*.lm_head",
+                                                 "head",
+                                                 "*.head",
+                                                 "proj_out",
+                                                 "*.eh_proj",
+                                                 "*.mtp_linear_proj",
+                                                 "*.mtp_layers.*.input_proj",
                                                  "embed",
                                                  "*.embed",
                                                  "embed_in",
@@ -387,6 +389,48 @@ constexpr absl::string_view kIgnoredModules[] = {"lm_head",
                                                  "*_router",
                                                  "*shared_expert_gate"};
 
+// Those of a mixer of Mamba 1, of which vLLM has no quantized ones. It has them
+// of Mamba 2, which has no x_proj.
+constexpr absl::string_view kMamba1Modules[] = {".in_proj", ".x_proj",
+                                                ".dt_proj", ".out_proj"};
+
+bool IsOfMamba1(const QuantizePlan& plan, absl::string_view module) {
+  for (const absl::string_view name : kMamba1Modules) {
+    absl::string_view mixer = module;
+    if (absl::ConsumeSuffix(&mixer, name)) {
+      return plan.Find(absl::StrCat(mixer, ".x_proj.weight")) != nullptr &&
+             plan.Find(absl::StrCat(mixer, ".dt_proj.weight")) != nullptr;
+    }
+  }
+  return false;
+}
+
+// The linear layers of GPT-2 and its kin, whose weights lie [in, out].
+constexpr absl::string_view kConv1dModules[] = {".c_attn", ".q_attn", ".c_proj",
+                                                ".c_fc", ".c_fc2"};
+
+// Whether the model has such weights. Other models have modules of these names,
+// whose weights lie [out, in]: c_attn, with queries, keys and values, tells.
+bool HasConv1d(const QuantizePlan& plan) {
+  for (const std::unique_ptr<Shard>& shard : plan.shards) {
+    for (const files::FileTensor& tensor : shard->input.tensors()) {
+      if (absl::EndsWith(ModuleOf(tensor.name), kConv1dModules[0]) &&
+          tensor.shape.size() == 2 && tensor.shape[1] == 3 * tensor.shape[0]) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+bool IsOfConv1d(const files::FileTensor& tensor) {
+  return tensor.shape.size() == 2 &&
+         std::any_of(std::begin(kConv1dModules), std::end(kConv1dModules),
+                     [&tensor](absl::string_view name) {
+                       return absl::EndsWith(ModuleOf(tensor.name), name);
+                     });
+}
+
 bool MatchesAnyOf(absl::string_view pattern,
                   const std::vector<std::string>& names) {
   return std::any_of(names.begin(), names.end(),
@@ -403,17 +447,17 @@ constexpr absl::string_view kIgnoredInGguf[] = {
 
 // Whether a tensor that is selected stays as it is. The defaults give way to
 // whoever names the tensor.
-bool IsIgnored(const QuantizeOptions& options, const SpecSet& specs,
+bool IsIgnored(const QuantizeOptions& options, const QuantizePlan& plan,
                const std::string& tensor) {
   if (options.IsGguf()) {
-    return !IsNamed(options, specs, tensor) &&
+    return !IsNamed(options, plan.specs, tensor) &&
            MatchesAny(kIgnoredInGguf, tensor);
   }
   if (!options.IsCompressed()) return false;
   const absl::string_view module = ModuleOf(tensor);
   if (options.has_ignore) return MatchesAny(options.ignore, module);
-  return !IsNamed(options, specs, tensor) &&
-         MatchesAny(kIgnoredModules, module);
+  return !IsNamed(options, plan.specs, tensor) &&
+         (MatchesAny(kIgnoredModules, module) || IsOfMamba1(plan, module));
 }
 
 // Whether a tensor that is selected can be no weight of a Linear, which is all
@@ -441,9 +485,16 @@ absl::Status CheckIgnore(const QuantizeOptions& options,
   };
   std::vector<std::string> kept = plan.ignored;
   kept.insert(kept.end(), plan.no_linear.begin(), plan.no_linear.end());
+  kept.insert(kept.begin(), plan.conv1d.begin(), plan.conv1d.end());
   if (kept.empty() || plan.AnyFailed() || options.IsGguf() ||
       std::any_of(plan.shards.begin(), plan.shards.end(), has_selected)) {
     return absl::OkStatus();
+  }
+  if (!plan.conv1d.empty()) {
+    return ArgumentInvalidError(absl::StrCat(
+        "expected modules to quantize, but all that are selected are left as "
+        "they are (",
+        CountText(kept.size()), ", such as ", kept[0], "); ", kConv1dText));
   }
   return ArgumentInvalidError(absl::StrCat(
       "expected modules to quantize, but all that are selected are left as "
@@ -463,6 +514,7 @@ absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
   if (!selected.ok()) return selected.status();
   const absl::flat_hash_set<const files::FileTensor*> is_selected(
       selected->begin(), selected->end());
+  const bool has_conv1d = options.IsCompressed() && HasConv1d(*plan);
   for (const std::unique_ptr<Shard>& shard : plan->shards) {
     for (const files::FileTensor& tensor : shard->input.tensors()) {
       const auto [outcome, is_new] = plan->outcomes.try_emplace(tensor.name);
@@ -474,7 +526,7 @@ absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
       absl::Status* const status = &outcome->second.status;
       bool is_copied = !is_selected.contains(&tensor);
       if (is_selected.contains(&tensor) &&
-          IsIgnored(options, plan->specs, tensor.name)) {
+          IsIgnored(options, *plan, tensor.name)) {
         plan->ignored.emplace_back(ModuleOf(tensor.name));
         if (!options.IsGguf()) continue;
         is_copied = true;
@@ -482,6 +534,14 @@ absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
       if (is_selected.contains(&tensor) &&
           IsNoLinear(options, plan->specs, tensor)) {
         plan->no_linear.push_back(tensor.name);
+        continue;
+      }
+      if (has_conv1d && is_selected.contains(&tensor) && IsOfConv1d(tensor)) {
+        if (IsNamed(options, plan->specs, tensor.name)) {
+          *status = ArgumentInvalidError(kConv1dText);
+        } else {
+          plan->conv1d.push_back(tensor.name);
+        }
         continue;
       }
       const files::GgufType* type = nullptr;
@@ -579,6 +639,14 @@ absl::Status CheckUnread(const QuantizeOptions& options,
 
 }  // namespace
 
+const files::FileTensor* QuantizePlan::Find(const std::string& name) const {
+  for (const std::unique_ptr<Shard>& shard : shards) {
+    const files::FileTensor* const tensor = shard->input.Find(name);
+    if (tensor != nullptr) return tensor;
+  }
+  return nullptr;
+}
+
 bool QuantizePlan::HasShard(const std::string& name) const {
   return std::any_of(
       shards.begin(), shards.end(),
@@ -599,7 +667,12 @@ bool QuantizePlan::AnyFailed(const Shard& shard) const {
 }
 
 EncodingSpec QuantizePlan::SpecOf(const files::FileTensor& tensor) const {
-  EncodingSpec spec = *specs.For(tensor.name)->SpecOf(tensor.shape);
+  const SpecTemplate& of_tensor = *specs.For(tensor.name);
+  EncodingSpec spec = *of_tensor.SpecOf(tensor.shape);
+  if (has_model_scales && &of_tensor == &specs.base &&
+      tensor.dtype == files::Dtype::kBF16) {
+    spec.set_scale_type(v1::SCALE_TYPE_BFLOAT16);
+  }
   if (const auto found = importance.find(tensor.name);
       found != importance.end()) {
     spec.mutable_importance()->mutable_weight()->Assign(found->second.begin(),
@@ -635,6 +708,8 @@ absl::StatusOr<QuantizePlan> MakePlan(const QuantizeOptions& options,
   QuantizePlan plan;
   plan.is_folder = files::IsFolder(options.input) || options.IsCompressed();
   plan.specs = specs;
+  plan.has_model_scales =
+      !options.scheme.empty() && FindPreset(options.scheme)->has_model_scales;
   plan.part = part;
   absl::Status status = OpenInputs(options, &plan);
   if (status.ok()) status = CheckOutput(options, &plan, session);

@@ -31,6 +31,11 @@
 
 namespace quantd::cli {
 
+// Why some tensors are left as they are, for people.
+constexpr char kConv1dText[] =
+    "weights of Conv1D, as GPT-2 has them, lie [in, out]; runtimes of "
+    "compressed-tensors read [out, in]";
+
 // One file that a run writes: a shard, or a part of one.
 struct Target {
   Shard* shard;
@@ -60,6 +65,9 @@ struct QuantizePlan {
   // Whether the output is one.
   bool is_folder = false;
   SpecSet specs;
+  // Tensors of bfloat16 with the base have scales of that type; see
+  // SchemePreset.
+  bool has_model_scales = false;
   // Nothing for all.
   std::optional<Part> part;
   std::vector<std::unique_ptr<Shard>> shards;
@@ -89,8 +97,12 @@ struct QuantizePlan {
   std::vector<std::string> ignored;
   // ... tensors that are, as no Linear has them, ...
   std::vector<std::string> no_linear;
+  // ... those that are, as they lie [in, out], ...
+  std::vector<std::string> conv1d;
   // ... and how many have weights and inputs that no runtime has kernels for.
   uint64_t no_kernels_count = 0;
+  // TieGroup::label of fused tensors whose rows are no whole blocks.
+  std::vector<std::string> ragged;
   // With `part`, the tensors of this part.
   absl::flat_hash_set<const files::FileTensor*> scope;
   // Has all tensors from the beginning; different ones may change at once.
@@ -112,6 +124,8 @@ struct QuantizePlan {
   bool IsInScope(const files::FileTensor& tensor) const {
     return !part.has_value() || scope.contains(&tensor);
   }
+  // A tensor of any shard; null where there is none.
+  const files::FileTensor* Find(const std::string& name) const;
   // Whether one of the shards has that name in its folder.
   bool HasShard(const std::string& name) const;
   bool AnyFailed() const;

@@ -231,6 +231,7 @@ class RunReport {
                         {"ties", TiesJson()},
                         {"ignored", plan_.ignored},
                         {"no_linear", plan_.no_linear},
+                        {"conv1d", plan_.conv1d},
                         {"retries", session_.retries()},
                         {"tensors", list}});
   }
@@ -444,6 +445,11 @@ class RunReport {
           "quantctl: left as they are, as no matrices MODULE.weight: ",
           NamesText(plan_.no_linear), "; a --spec for them takes them"));
     }
+    if (!plan_.conv1d.empty() && !session_.quiet) {
+      session_.PrintError(
+          absl::StrCat("quantctl: left as they are: ", NamesText(plan_.conv1d),
+                       "; ", kConv1dText));
+    }
     if (!plan_.experts.empty() && !session_.quiet) {
       const FusedExperts& first = plan_.experts[0];
       const size_t count = plan_.experts.size();
@@ -455,6 +461,17 @@ class RunReport {
           count > 1
               ? absl::StrCat(" and ", CountText(count - 1), " more tensors")
               : ""));
+    }
+    if (!plan_.ragged.empty()) {
+      const size_t count = plan_.ragged.size();
+      session_.PrintError(absl::StrCat(
+          "quantctl: warning: vLLM does not load fused matrices whose rows are "
+          "no whole blocks: ",
+          plan_.ragged[0],
+          count > 1
+              ? absl::StrCat(" and ", CountText(count - 1), " more groups")
+              : "",
+          "; take --scheme FP8_DYNAMIC"));
     }
     if (plan_.no_kernels_count > 0) {
       session_.PrintError(absl::StrCat(

@@ -15,6 +15,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -196,15 +197,15 @@ class Earlier {
           absl::StrCat("expected a folder for a model in one file, but ", index,
                        " is there"));
     }
-    if (has_own || options_.output.force || plan_.targets.empty()) {
-      return absl::OkStatus();
+    if (!has_own && !options_.output.force && !plan_.targets.empty()) {
+      if (FileExists(index)) return files::FileExistsError(index);
+      const std::string config =
+          files::PathIn(options_.output.path, kModelConfigName);
+      if (options_.IsCompressed() && FileExists(config)) {
+        return files::FileExistsError(config);
+      }
     }
-    if (FileExists(index)) return files::FileExistsError(index);
-    const std::string config =
-        files::PathIn(options_.output.path, kModelConfigName);
-    return options_.IsCompressed() && FileExists(config)
-               ? files::FileExistsError(config)
-               : absl::OkStatus();
+    return CheckOthers();
   }
 
   // Files of parts that are there are kept, or done again.
@@ -253,6 +254,30 @@ class Earlier {
   }
 
  private:
+  // No weights are to stay beside those of this run that loaders take for a
+  // part of the model: they prefer model.safetensors to an index, and some read
+  // all files, above all where there is no index. With --force those of
+  // quantctl are taken away.
+  absl::Status CheckOthers() const {
+    for (const std::string& name : FilesIn(options_.output.path)) {
+      const bool is_read =
+          absl::EndsWith(name, ".safetensors") &&
+          (plan_.weight_map.empty() || absl::StartsWith(name, "model"));
+      if (!is_read || plan_.HasShard(name)) continue;
+      const std::string path = files::PathIn(options_.output.path, name);
+      const absl::StatusOr<files::SafetensorsReader> reader =
+          files::SafetensorsReader::Open(path);
+      if (!reader.ok() || MetadataOf(*reader, kCommandKey).empty()) {
+        return ArgumentInvalidError(absl::StrCat(
+            "expected a folder without weights of others, which loaders would "
+            "take for a part of the model, but ",
+            path, " is there"));
+      }
+      if (!options_.output.force) return files::FileExistsError(path);
+    }
+    return absl::OkStatus();
+  }
+
   // The same of shard number i.
   absl::Status CheckPartsOf(size_t i, std::vector<std::string>* missing) {
     const Shard& shard = *plan_.shards[i];

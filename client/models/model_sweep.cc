@@ -7,6 +7,7 @@
 #include <deque>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -275,8 +276,19 @@ using Unit = std::vector<const MeasuredTensor*>;
 std::vector<Unit> UnitsOf(const std::vector<MeasuredTensor>& tensors,
                           const std::vector<TieGroup>& ties) {
   absl::flat_hash_map<const files::FileTensor*, size_t> group_of;
+  // Groups that have a tensor in common are one: of each another one of them,
+  // or itself.
+  std::vector<size_t> same_as(ties.size());
+  std::iota(same_as.begin(), same_as.end(), size_t{0});
+  const auto first_of = [&same_as](size_t group) {
+    while (same_as[group] != group) group = same_as[group];
+    return group;
+  };
   for (size_t i = 0; i < ties.size(); ++i) {
-    for (const auto* const tensor : ties[i].tensors) group_of[tensor] = i;
+    for (const auto* const tensor : ties[i].tensors) {
+      const auto [other, is_new] = group_of.try_emplace(tensor, i);
+      if (!is_new) same_as[first_of(other->second)] = first_of(i);
+    }
   }
   std::vector<Unit> units;
   absl::flat_hash_map<size_t, size_t> unit_of;
@@ -285,7 +297,7 @@ std::vector<Unit> UnitsOf(const std::vector<MeasuredTensor>& tensors,
     const auto [unit, is_new] =
         group == group_of.end()
             ? std::make_pair(unit_of.end(), true)
-            : unit_of.try_emplace(group->second, units.size());
+            : unit_of.try_emplace(first_of(group->second), units.size());
     if (is_new) {
       units.push_back({&tensor});
     } else {

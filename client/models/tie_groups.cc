@@ -13,6 +13,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -148,6 +149,25 @@ absl::StatusOr<std::vector<Found>> FindGroups(
   return found;
 }
 
+// Adds the groups of the experts of each layer.
+void AddExperts(const std::vector<const files::FileTensor*>& tensors,
+                std::vector<TieGroup>* groups) {
+  std::map<absl::string_view, size_t> index;
+  std::vector<TieGroup> layers;
+  for (const files::FileTensor* const tensor : tensors) {
+    const absl::string_view experts = ExpertsOf(tensor->name);
+    if (experts.empty() || tensor->shape.size() < 2) continue;
+    const auto [entry, is_new] = index.try_emplace(experts, layers.size());
+    if (is_new) {
+      layers.push_back({absl::StrCat(experts, ".*"), {}, false});
+    }
+    layers[entry->second].tensors.push_back(tensor);
+  }
+  for (TieGroup& layer : layers) {
+    if (layer.tensors.size() > 1) groups->push_back(std::move(layer));
+  }
+}
+
 }  // namespace
 
 absl::StatusOr<TiePattern> TiePattern::Parse(absl::string_view text) {
@@ -242,6 +262,34 @@ const std::vector<std::string>& DefaultTies() {
   return *kPatterns;
 }
 
+absl::string_view ExpertsOf(absl::string_view name) {
+  absl::string_view rest = name;
+  const bool is_weight = absl::ConsumeSuffix(&rest, ".weight");
+  for (const absl::string_view stack : {".gate_up_proj", ".down_proj"}) {
+    absl::string_view experts = rest;
+    if (absl::ConsumeSuffix(&experts, stack) &&
+        (experts == "experts" || absl::EndsWith(experts, ".experts"))) {
+      return experts;
+    }
+  }
+  constexpr absl::string_view kMark = "experts.";
+  for (size_t at = rest.find(kMark); is_weight && at != absl::string_view::npos;
+       at = rest.find(kMark, at + 1)) {
+    if (at > 0 && rest[at - 1] != '.') continue;
+    // The number of an expert, and one of its modules.
+    const size_t number = at + kMark.size();
+    size_t end = number;
+    while (end < rest.size() &&
+           absl::ascii_isdigit(static_cast<unsigned char>(rest[end]))) {
+      ++end;
+    }
+    if (end > number && end + 1 < rest.size() && rest[end] == '.') {
+      return rest.substr(0, number - 1);
+    }
+  }
+  return "";
+}
+
 bool HasOuterScales(const EncodingSpec& spec) {
   Encoding encoding;
   encoding.set_format(spec.format());
@@ -303,6 +351,7 @@ absl::StatusOr<std::vector<TieGroup>> FindTiedTensors(
       group.tensors.push_back(tensors[member]);
     }
   }
+  if (options.has_defaults) AddExperts(tensors, &groups);
   return groups;
 }
 
@@ -310,6 +359,7 @@ std::vector<TieGroup> GroupsThatShare(const SpecTemplate& spec,
                                       const std::vector<TieGroup>& groups) {
   std::vector<TieGroup> sharing;
   for (const TieGroup& group : groups) {
+    if (!group.shares_scale) continue;
     Found all = {group.label, {}, false};
     std::vector<TieCandidate> candidates;
     for (const files::FileTensor* const tensor : group.tensors) {

@@ -78,7 +78,14 @@ struct TieGroup {
   // TiePattern::LabelOf.
   std::string label;
   std::vector<const files::FileTensor*> tensors;
+  // If not, they have one spec, and scales of their own.
+  bool shares_scale = true;
 };
+
+// "X.experts" of the weights of the experts of a layer: X.experts.N.Y.weight,
+// and X.experts.gate_up_proj and down_proj, which have those of all. Empty for
+// another name.
+absl::string_view ExpertsOf(absl::string_view name);
 
 // The groups of two tensors or more whose specs have one outer scale, in the
 // order of their first tensors. A tensor is in the group of the first pattern
@@ -90,7 +97,8 @@ absl::StatusOr<std::vector<TieGroup>> FindTies(
 
 // The groups of two tensors or more, whatever becomes of them, in the order of
 // their first tensors. A tensor is in the group of the first pattern that
-// matches it.
+// matches it. With the defaults, groups that share no scale follow: the
+// matrices of all experts of a layer, which runtimes take as one module.
 // Errors: ARGUMENT_INVALID for a pattern of `options` that ties no tensors.
 absl::StatusOr<std::vector<TieGroup>> FindTiedTensors(
     const TieOptions& options,

@@ -162,14 +162,5 @@ TEST(PatternsOfTest, AreThoseOfTheMatrices) {
               ElementsAre("experts.*.down_proj.weight"));
 }
 
-TEST(IsOfExpertTest, NeedsTheNumberOfAnExpert) {
-  EXPECT_TRUE(IsOfExpert("m.experts.12.up_proj.weight"));
-  EXPECT_TRUE(IsOfExpert("experts.0.w1"));
-  for (const char* name : {"m.experts.down_proj", "m.shared_experts.0.x",
-                           "experts", "experts.", "m.experts.x0", ""}) {
-    EXPECT_FALSE(IsOfExpert(name)) << name;
-  }
-}
-
 }  // namespace
 }  // namespace quantd::cli

@@ -152,6 +152,51 @@ TEST_F(FindTiesTest, APatternThatTiesNothingIsAnError) {
   EXPECT_THAT(Labels(options), ElementsAre(HasSubstr("{n}.{q,v}_proj.weight")));
 }
 
+TEST(ExpertsOfTest, AreThoseOfALayer) {
+  EXPECT_EQ(ExpertsOf("m.experts.12.up_proj.weight"), "m.experts");
+  EXPECT_EQ(ExpertsOf("experts.0.w1.weight"), "experts");
+  EXPECT_EQ(ExpertsOf("my_experts.0.experts.3.w1.weight"),
+            "my_experts.0.experts");
+  EXPECT_EQ(ExpertsOf("m.experts.gate_up_proj"), "m.experts");
+  EXPECT_EQ(ExpertsOf("m.experts.down_proj.weight"), "m.experts");
+  for (const char* name :
+       {"m.shared_experts.0.x.weight", "experts", "experts.", "",
+        "m.experts.x0.weight", "m.experts.0.w1.bias", "m.experts.0.weight",
+        "m.experts.down_proj_bias", "m.shared_experts.down_proj.weight"}) {
+    EXPECT_EQ(ExpertsOf(name), "") << name;
+  }
+}
+
+TEST(FindTiedTensorsTest, ExpertsOfALayerHaveOneSpecAndScalesOfTheirOwn) {
+  std::vector<files::FileTensor> tensors;
+  for (const char* name : {"0.experts.0.w1.weight", "0.experts.0.w3.weight",
+                           "0.experts.1.w2.weight", "1.experts.0.w2.weight",
+                           "1.experts.5.w2.weight", "0.experts.0.norm.weight",
+                           "0.shared_experts.w2.weight"}) {
+    tensors.push_back({name, files::Dtype::kF32, {4, 32}, {}});
+  }
+  tensors[5].shape = {4};
+  std::vector<const files::FileTensor*> all;
+  for (const files::FileTensor& tensor : tensors) all.push_back(&tensor);
+  const absl::StatusOr<std::vector<TieGroup>> groups =
+      FindTiedTensors(TieOptions(), all);
+  ASSERT_TRUE(groups.ok());
+  ASSERT_EQ(groups->size(), 3);
+  EXPECT_EQ((*groups)[0].label, "0.experts.0.{w1,w3}.weight");
+  EXPECT_TRUE((*groups)[0].shares_scale);
+  EXPECT_EQ((*groups)[1].label, "0.experts.*");
+  EXPECT_THAT((*groups)[1].tensors,
+              ElementsAre(&tensors[0], &tensors[1], &tensors[2]));
+  EXPECT_THAT((*groups)[2].tensors, ElementsAre(&tensors[3], &tensors[4]));
+  const std::vector<TieGroup> sharing =
+      GroupsThatShare(*ParseSpec("nvfp4"), *groups);
+  ASSERT_EQ(sharing.size(), 1);
+  EXPECT_EQ(sharing[0].label, "0.experts.0.{w1,w3}.weight");
+  TieOptions none;
+  none.has_defaults = false;
+  EXPECT_THAT(*FindTiedTensors(none, all), IsEmpty());
+}
+
 TEST(TiedMaximaTest, AreThoseOfTheGroup) {
   const std::vector<float> a = {1, -3, std::numeric_limits<float>::infinity(),
                                 2};

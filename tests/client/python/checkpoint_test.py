@@ -567,7 +567,7 @@ def test_MalformedCheckpointsAreRefused(number, quantctl, tmp_path):
     assert text.replace(" ", "") in str(caught.value).replace(" ", "")
 
 
-def test_CodesWithoutAConfigurationAreNotQuantized(quantctl, tmp_path):
+def test_CodesWithoutAConfigurationAreNotQuantized(quantctl, client, tmp_path):
     """Not even where their scales are in another file."""
     float_, code = np.ones((4, 32), np.float32), np.ones((4, 32), np.uint8)
     for i, tensors in enumerate((
@@ -581,6 +581,11 @@ def test_CodesWithoutAConfigurationAreNotQuantized(quantctl, tmp_path):
             {"a.weight_scale_inv": float_}, {"a.qzeros": float_},
             {"a.gate_up_proj": code, "a.gate_up_proj_weight_scale": float_},
             {"a.weight._data": code.view(np.int8), "a.weight._scale": float_},
+            {"a._weight_qdata": code.view(np.int8), "a._weight_scale": float_,
+             "a._weight_zero_point": float_},
+            {"a._weight_qdata": As("I16", np.ones((4, 32), np.int16))},
+            {"a._weight_scale": float_}, {"a._weight_zero_point": float_},
+            {"a.weight_qdata": code, "a.weight_scale": float_},
             {"a.W_q": code, "a.scale": float_, "a.zero": float_},
             {"a.codes": code.view(np.int8), "a.codebooks": float_,
              "a.scales": float_})):
@@ -591,6 +596,9 @@ def test_CodesWithoutAConfigurationAreNotQuantized(quantctl, tmp_path):
                             "int8", *more, code=FILE_ERROR)
             assert "FILE_UNSUPPORTED" in said and "quantized already" in said
             assert not (tmp_path / "out").exists()
+        with pytest.raises(quantd.QuantdError) as caught:
+            quantd.quantize_model(path, tmp_path / "out", "int8", client=client)
+        assert caught.value.reason == "FILE_UNSUPPORTED"
     # Beside a weight of floats a scale is a tensor like another.
     write(tmp_path / "plain", {"a.weight": float_, "a.weight_scale": float_})
     quantctl("quantize", tmp_path / "plain", "-o", tmp_path / "out", "--spec",
@@ -614,11 +622,14 @@ def test_ConfigurationsSayThatCodesAreCodes(name, document, quantctl, client,
             said = quantctl("quantize", source, "-o", out, "--spec", "int8",
                             *more, code=FILE_ERROR)
             assert "FILE_UNSUPPORTED" in said
+            # Neither would read it.
+            assert "requantize" not in said and "dequantize" not in said
         for requantize in False, True:
             with pytest.raises(quantd.QuantdError) as caught:
                 quantd.quantize_model(source, out, "int8", client=client,
                                       requantize=requantize)
             assert caught.value.reason == "FILE_UNSUPPORTED"
+            assert "requantize" not in str(caught.value)
         assert not out.exists()
     quantctl("quantize", folder / "plain.safetensors", "-o", out, "--spec",
              "int8", "--no-store")
@@ -935,3 +946,72 @@ def test_TensorsThatShareAScaleAreRequantized(quantctl, tmp_path):
     quantctl("quantize", restored, "-o", twice, *spec)
     quantctl("quantize", path, "-o", once, "--requantize", *spec)
     assert once.read_bytes() == twice.read_bytes()
+
+
+@pytest.mark.parametrize("section, value, is_read", [
+    ("transform_config", {"config_groups": {"R1": {"type": "hadamard"}}},
+     False),
+    ("transform_config", ["hadamard"], False),
+    ("transform_config", {"config_groups": {}}, True),
+    ("transform_config", {}, True), ("transform_config", None, True),
+    ("sparsity_config", {"format": "sparse-24-bitmask"}, False),
+    ("sparsity_config", {"format": "dense"}, True),
+    ("sparsity_config", {}, True)])
+def test_WeightsThatWereTransformedAreNotRead(section, value, is_read, quantctl,
+                                              client, tmp_path):
+    tensors, _, _, reals = int8(np.random.default_rng(2))
+    config = {**scheme(type="int", num_bits=8, strategy="channel"),
+              "dtype": "float32"}
+    config["quantization_config"][section] = value
+    folder, out = tmp_path / "model", tmp_path / "out"
+    write_folder(folder, tensors, config)
+    code = 0 if is_read else FILE_ERROR
+    for command in (("dequantize", folder, "-o", out),
+                    ("import", folder, "--model", "transformed")):
+        said = quantctl(*command, code=code)
+        assert is_read or "FILE_UNSUPPORTED" in said and section in said
+    if is_read:
+        check(quantd.load(out), reals)
+        assert quantd.load(folder).keys() == reals.keys()
+        return
+    assert not out.exists()
+    with pytest.raises(quantd.QuantdError) as caught:
+        dict(quantd.load(folder))
+    assert caught.value.reason == "FILE_UNSUPPORTED"
+    assert section in str(caught.value)
+    said = quantctl("quantize", folder, "-o", out, "--spec", "int8",
+                    code=FILE_ERROR)
+    assert "requantize" not in said
+    with pytest.raises(quantd.QuantdError):
+        quantd.quantize_model(folder, out, "int8", client=client,
+                              requantize=True)
+
+
+@pytest.mark.parametrize("tensors, weights, reason, what", [
+    ({"weight": np.ones((8, 32), np.int8),
+      "weight_scale": np.ones((8, 1), np.float32)},
+     {"type": "int", "num_bits": 8, "strategy": "channel",
+      "symmetric": False}, "FILE_MALFORMED", "a.weight_zero_point"),
+    ({"weight_packed": np.ones((8, 4), np.int32),
+      "weight_shape": np.array([8, 32]),
+      "weight_scale": np.ones((8, 1), np.float16)},
+     {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32,
+      "symmetric": False}, "FILE_MALFORMED", "a.weight_zero_point"),
+    ({"weight": As("F8_E4M3", np.ones((8, 32), np.uint8)),
+      "weight_scale": np.ones((8, 1), np.float32),
+      "weight_zero_point": As("F8_E4M3", np.ones((8, 1), np.uint8))},
+     {"type": "float", "num_bits": 8, "strategy": "channel"},
+     "FILE_UNSUPPORTED", "weight_zero_point")])
+def test_ZeroPointsAreThoseOfTheScheme(tensors, weights, reason, what, quantctl,
+                                       tmp_path):
+    folder = tmp_path / "model"
+    write_folder(folder, {f"a.{name}": tensor
+                          for name, tensor in tensors.items()},
+                 scheme(**weights))
+    for command in (("dequantize", folder, "-o", tmp_path / "out"),
+                    ("import", folder, "--model", "zero")):
+        said = quantctl(*command, code=FILE_ERROR)
+        assert reason in said and what in said
+    with pytest.raises(quantd.QuantdError) as caught:
+        dict(quantd.load(folder))
+    assert caught.value.reason == reason and what in str(caught.value)

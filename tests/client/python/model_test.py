@@ -584,6 +584,28 @@ def test_ShardsOfAnotherModelDoNotStay(tmp_path, folder, client):
         [*seen[-1], _files.INDEX_NAME])
 
 
+@pytest.mark.parametrize("name, is_single", [
+    ("model.safetensors", False), ("model-00009-of-00009.safetensors", False),
+    ("mine.safetensors", True)])
+def test_WeightsOfOthersDoNotStayBesideAModel(tmp_path, folder, client, name,
+                                              is_single):
+    if is_single:
+        for entry in list(folder.iterdir()):
+            entry.unlink()
+        quantd.save(folder / "model.safetensors",
+                    {"a.weight": np.ones((4, 32), np.float32)})
+    target = tmp_path / "new"
+    target.mkdir()
+    (target / name).write_bytes(b"mine")
+    for overwrite in False, True:
+        with pytest.raises(quantd.QuantdError) as caught:
+            quantd.quantize_model(folder, target, "int8", client=client,
+                                  overwrite=overwrite)
+        assert caught.value.reason == "ARGUMENT_INVALID"
+        assert name in str(caught.value)
+        assert os.listdir(target) == [name]
+
+
 def test_APartThatIsDoneElsewhereMeanwhileIsDone(tmp_path, folder, client,
                                                  monkeypatch):
     source = folder / "model-00001-of-00003.safetensors"

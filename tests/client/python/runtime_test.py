@@ -507,15 +507,92 @@ def test_AMixtureHasTheNamesOfExpertsInOneTensor(tmp_path, quantctl):
     specs = mixture.read_text()
     for name in names:
         assert name in specs
-    mixture.write_text(f"{names[0]}int4:group:32\n{names[1]}int4:group:64\n")
+    mixture.write_text("".join(f"{name}int4:group:32\n" for name in names))
     quantctl("quantize", source, "-o", tmp_path / "out", "--layout",
              "compressed-tensors", "--no-store", "--spec", f"@{mixture}")
     _, tensors = read_folder(tmp_path / "out")
-    for name, groups in (("gate", 12), ("up", 12), ("down", 2)):
+    for name, groups in (("gate", 12), ("up", 12), ("down", 4)):
         for n in range(3):
             scale = tensors[f"{EXPERTS}.{n}.{name}_proj.weight_scale"]
             assert scale.shape[1] == groups, name
     assert "model.layers.0.mlp.gate.weight" in tensors
+
+
+@pytest.mark.parametrize("layout, flags", [
+    ("apart", ("--spec", "*.down_proj.weight=int4:group:32")),
+    ("rows", ("--spec", "*.2.down_proj.weight=int4:group:32")),
+    ("apart", ("--exclude", "*.experts.1.*")),
+    # The rows of down_proj have less columns than a group.
+    ("columns", ("--spec", "*proj*=int4:group:192"))])
+def test_ExpertsOfSeveralSchemesAreRefused(tmp_path, quantctl, layout, flags):
+    command = ("quantize", write_experts(tmp_path / "plain", layout), "-o",
+               tmp_path / "out", "--no-store", "--layout", "compressed-tensors",
+               "--spec", "int8:per-channel", *flags)
+    said = quantctl(*command, code=2)
+    assert f"expected one scheme for all tensors of {EXPERTS}.*, got" in said
+    assert not (tmp_path / "out").exists()
+    quantctl(*command, "--no-ties")
+
+
+@pytest.mark.parametrize("layout", ["apart", "rows"])
+def test_AMixtureHasOneSpecForTheExpertsOfALayer(tmp_path, quantctl, client,
+                                                 layout):
+    source, mixture = write_experts(tmp_path / "plain", layout), tmp_path / "m"
+    specs = ("int8:per-channel", "int4:group:32")
+    sweep = ("sweep", source, *(word for spec in specs
+                                for word in ("--spec", spec)),
+             "--include", "*.experts.*", "--max-bits-per-element", "7")
+    quantctl(*sweep, "-o", mixture)
+    chosen = dict(line.split("=", 1)
+                  for line in mixture.read_text().splitlines())
+    assert len(chosen) == (9 if layout == "apart" else 2)
+    assert set(chosen.values()) == {"int4:group:32"}
+    here = quantd.sweep_model(source, specs, client=client,
+                              include=["*.experts.*"], max_bits_per_element=7)
+    assert here.mixtures[0].specs == chosen
+    quantctl("quantize", source, "-o", tmp_path / "out", "--layout",
+             "compressed-tensors", "--no-store", "--spec", f"@{mixture}")
+    # Alone some of them had more bits.
+    quantctl(*sweep, "--no-ties", "-o", mixture, "--force")
+    assert "int8:per-channel" in mixture.read_text()
+    here = quantd.sweep_model(source, specs, client=client, ties=False,
+                              include=["*.experts.*"], max_bits_per_element=7)
+    assert set(here.mixtures[0].specs.values()) == set(specs)
+
+
+MIXTRAL = "model.layers.{}.block_sparse_moe.experts"
+
+
+@pytest.mark.parametrize("names", [("w1", "w2", "w3"),
+                                   ("up_proj", "down_proj")])
+def test_ExpertsAreFoundUnderTheNamesThatVllmLooksUp(tmp_path, quantctl,
+                                                     names):
+    source = tmp_path / "plain"
+    source.mkdir()
+    rng = np.random.default_rng(3)
+    layers = [MIXTRAL.format(layer) for layer in range(3)]
+    tensors = {f"{layer}.{n}.{name}.weight": rng.standard_normal(
+        (64, 64), np.float32) for layer in layers for n in (1, 2)
+               for name in names}
+    quantd.save(source / "model.safetensors", tensors)
+    (source / "config.json").write_text("{}")
+    out = tmp_path / "out"
+    quantctl("quantize", source, "-o", out, "--layout", "compressed-tensors",
+             "--no-store", "--spec", "model.layers.0.*=int4:group:32", "--spec",
+             "int8:per-channel", "--exclude", "model.layers.2.*")
+    config = json.loads((out / "config.json").read_text())[
+        "quantization_config"]
+    bits = {target: group["weights"]["num_bits"]
+            for group in config["config_groups"].values()
+            for target in group["targets"]}
+    for projection in ("gate_proj", "up_proj", "down_proj"):
+        looked_up = [f"{layer}.0.{projection}" for layer in layers]
+        assert [bits.get(name) for name in looked_up] == [4, 8, None]
+        assert [name in config["ignore"] for name in looked_up] == [
+            False, False, True]
+    quantctl("dequantize", out, "-o", tmp_path / "floats")
+    assert quantd.load(tmp_path / "floats").keys() == tensors.keys()
+    assert set(quantd.load(out)) == tensors.keys()
 
 
 def test_PartsShareExpertsOut(tmp_path, quantctl):
@@ -878,3 +955,136 @@ def test_HeadEmbeddingsAndRoutersStay(tmp_path, quantctl):
                         "--no-store", "--scheme", "W8A8", *flags, code=2)
         assert "--ignore '' takes them" in said
         assert not (tmp_path / "none").exists()
+
+
+def write_modules(folder, shapes, dtype=np.float32):
+    folder.mkdir()
+    rng = np.random.default_rng(1)
+    quantd.save(folder / "model.safetensors", {
+        name + ".weight": rng.standard_normal(shape, np.float32).astype(dtype)
+        for name, shape in shapes.items()})
+    (folder / "config.json").write_text('{"model_type": "test"}')
+    return folder
+
+
+def test_WhatVllmHasNoQuantizedLayersForStays(tmp_path, quantctl):
+    kept = ["head", "proj_out", "model.layers.61.eh_proj",
+            "model.layers.61.shared_head.head", "model.mtp_linear_proj",
+            "model.mtp_layers.0.input_proj",
+            *(f"backbone.layers.0.mixer.{name}_proj"
+              for name in ("in", "x", "dt", "out"))]
+    # Mamba 2 has no x_proj, and others have their own.
+    taken = ["backbone.layers.1.mixer.in_proj",
+             "backbone.layers.1.mixer.out_proj", "blocks.0.attn.out_proj",
+             "vision.input_proj", "blocks.0.proj_out"]
+    source = write_modules(tmp_path / "model", dict.fromkeys(
+        kept + taken, (32, 64)))
+    flags = ("--scheme", "W8A8", "--no-store")
+    report = quantctl("quantize", source, "-o", tmp_path / "out", *flags,
+                      "--json")
+    assert sorted(report["ignored"]) == sorted(kept)
+    (group,) = check_config(tmp_path / "out")["config_groups"].values()
+    assert sorted(group["targets"]) == sorted(taken)
+    report = quantctl("quantize", source, "-o", tmp_path / "named", *flags,
+                      "--json", "--spec", "*mixer.x_proj*=int8:per-channel")
+    assert "backbone.layers.0.mixer.x_proj" not in report["ignored"]
+
+
+def test_WeightsOfConv1dStay(tmp_path, quantctl):
+    conv1d = {"h.0.attn.c_attn": (64, 192), "h.0.attn.c_proj": (64, 64),
+              "h.0.mlp.c_fc": (64, 256), "h.0.mlp.c_proj": (256, 64)}
+    flags = ("--scheme", "W8A8", "--no-store")
+    source = write_modules(tmp_path / "gpt2", {"wte": (96, 64), **conv1d})
+    said = quantctl("quantize", source, "-o", tmp_path / "none", *flags, code=2)
+    assert "expected modules to quantize" in said and "Conv1D" in said
+    assert not (tmp_path / "none").exists()
+    source = write_modules(tmp_path / "both", {
+        "encoder.0.q_proj": (64, 64), **{"decoder." + name: shape
+                                         for name, shape in conv1d.items()}})
+    for more in (flags, ("--layout", "compressed-tensors", "--no-store")):
+        out = tmp_path / more[0]
+        report = quantctl("quantize", source, "-o", out, *more, "--json")
+        assert report["conv1d"] == sorted(
+            f"decoder.{name}.weight" for name in conv1d)
+        (group,) = check_config(out)["config_groups"].values()
+        assert group["targets"] == ["encoder.0.q_proj"]
+    said = quantctl("quantize", source, "-o", tmp_path / "told", *flags)
+    assert "left as they are: decoder.h.0.attn.c_attn.weight, " in said
+    said = quantctl("quantize", source, "-o", tmp_path / "named", *flags,
+                    "--include", "*c_fc*", code=1)
+    assert "decoder.h.0.mlp.c_fc.weight" in said and "Conv1D" in said
+    # Of others it lies [out, in].
+    source = write_modules(tmp_path / "qwen", {
+        name: shape[::-1] for name, shape in conv1d.items()})
+    report = quantctl("quantize", source, "-o", tmp_path / "out", *flags,
+                      "--json")
+    assert report["quantized_count"] == 4 and not report["conv1d"]
+
+
+@pytest.mark.parametrize("rows, label", [
+    ((256, 128, 128, 256, 256), None), ((256, 64, 64, 256, 256), "attn"),
+    ((256, 128, 128, 192, 192), "mlp"),
+    # Only the last of fused matrices may end within a block.
+    ((256, 128, 64, 256, 256), None)])
+def test_FusedRowsThatAreNoWholeBlocksAreTold(tmp_path, quantctl, rows, label):
+    names = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.gate_proj",
+             "mlp.up_proj")
+    source = write_modules(tmp_path / "model", {
+        "attn.o_proj": (192, 256),
+        **{name: (count, 256) for name, count in zip(names, rows)}})
+    said = quantctl("quantize", source, "-o", tmp_path / "out", "--scheme",
+                    "FP8_BLOCK", "--no-store")
+    assert ("no whole blocks" in said) == (label is not None), said
+    if label:
+        assert f"whole blocks: {label}.{{" in said
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES
+                                    if name not in ("FP8", "NVFP4")])
+def test_ScalesThatRuntimesHoldInBfloat16AreWrittenSo(tmp_path, quantctl,
+                                                      scheme):
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    rng = np.random.default_rng(5)
+    weight = rng.standard_normal((8, 256), np.float32)
+    weight = (weight.view(np.uint32) >> 16 << 16).view(np.float32)
+    with open(source / "model.safetensors", "wb") as file:
+        header = json.dumps({name: {
+            "dtype": dtype, "shape": [8, 256], "data_offsets": [begin, end]}
+            for name, dtype, begin, end in (
+                ("a.weight", "BF16", 0, 4096),
+                ("b.weight", "F32", 4096, 12288))}).encode()
+        file.write(len(header).to_bytes(8, "little") + header +
+                   (weight.view(np.uint32) >> 16).astype(np.uint16).tobytes() +
+                   weight.tobytes())
+    quantctl("quantize", source, "-o", tmp_path / "out", "--scheme", scheme,
+             "--no-store")
+    with open(tmp_path / "out" / "model.safetensors", "rb") as file:
+        data = file.read()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    dtype = header["a.weight_scale"]["dtype"]
+    is_model_scale = scheme in ("W4A16", "W4A16_ASYM", "W8A16")
+    assert (dtype == "BF16") == is_model_scale
+    assert header["b.weight_scale"]["dtype"] == (
+        "F32" if is_model_scale else dtype)
+    if not is_model_scale:
+        return
+
+    def part(name, dtype):
+        info = header[f"a.weight_{name}"]
+        return np.frombuffer(data[start:][slice(*info["data_offsets"])],
+                             dtype).reshape(info["shape"])
+
+    # The codes are the nearest with the scales that are written.
+    scale = (part("scale", np.uint16).astype(np.uint32) << 16).view(np.float32)
+    bits = 8 if scheme == "W8A16" else 4
+    codes = rules.unpack_words(part("packed", np.int32), bits, 256)
+    zeros, half = np.zeros((8, 2)), 1 << bits - 1
+    if scheme == "W4A16_ASYM":
+        zeros = rules.unpack_words(np.ascontiguousarray(
+            part("zero_point", np.int32).T), bits, 8).T
+    zeros, scale = np.repeat(zeros, 128, 1), np.repeat(scale, 128, 1)
+    exact = np.clip(np.round(weight / scale) + zeros, -half, half - 1)
+    np.testing.assert_array_equal(codes, exact)

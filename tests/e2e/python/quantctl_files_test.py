@@ -265,6 +265,36 @@ class WhatIsThereTest(FilesCase):
                           "int4")
         self.assertEqual(self.digests("out")["config.json"], before)
 
+    def test_WeightsOfOthersDoNotStayBesideAModel(self):
+        write_model(self.path("model"), layers=1, shards=2, config={})
+        write_model(self.path("single"), layers=1, shards=1, config={})
+        os.rename(self.path("single/model-00001-of-00001.safetensors"),
+                  self.path("single/model.safetensors"))
+        os.unlink(self.path("single/model.safetensors.index.json"))
+        compressed = ("--layout", "compressed-tensors")
+        for name, source, more in (
+                ("model.safetensors", "model", ()),
+                ("model-00003-of-00003.safetensors", "model", compressed),
+                ("mine.safetensors", "single", compressed),
+                ("mine.safetensors", "single", (*compressed, "--force"))):
+            with self.subTest(name=name, more=more):
+                folder = self.path(f"{name}.{source}.{len(more)}")
+                os.mkdir(folder)
+                self.write(os.path.join(folder, name), b"mine")
+                self.refused_unsent(
+                    "quantize", self.path(source), "-o", folder, *more,
+                    code=USAGE, words=["weights of others", name])
+        # Those of quantctl go with --force.
+        single = ("quantize", self.path("single"), "-o", self.path("out"),
+                  *compressed)
+        self.run_quantctl(*single)
+        os.unlink(self.path("out/config.json"))
+        shards = ("quantize", self.path("model"), "-o", self.path("out"))
+        self.refused_unsent(*shards, code=FILE_ERROR,
+                            words=["out/model.safetensors is there"])
+        self.run_quantctl(*shards, "--force")
+        self.assertNotIn("model.safetensors", os.listdir(self.path("out")))
+
     def test_AHalfNewFolderIsNoModel(self):
         write_model(self.path("model"), layers=4, shards=3,
                     config={"model_type": "test"})
@@ -579,7 +609,7 @@ class QuantizedInputTest(FilesCase):
                             ("folder", "quantctl dequantize"),
                             ("packed", "quantctl dequantize"),
                             (shard, "quantctl dequantize"),
-                            ("theirs", "quantctl dequantize"),
+                            ("theirs", "does not read such codes"),
                             ("fp8", "F8_E4M3"), ("gptq", "\"gptq\"")):
             for command in (("quantize", "-o", self.path("out")),
                             ("calibrate", "--model", "twice"),

@@ -79,12 +79,30 @@ class Model:
         modules = [name[:-end] for name in tensors
                    if name.endswith(".weight_scale")]
         _, config = quantization_in(document)
+        self._check_config(config)
         self._has_cache = bool(config.get("kv_cache_scheme"))
         self._schemes = _match(config, modules, self._path)
         for module in modules:
             if module not in self._schemes:
                 raise self._malformed(module,
                                       "no group of config.json targets it")
+
+    def _check_config(self, config: Mapping[str, Any]) -> None:
+        """Whether the codes stand for the weights as they were: not for rotated
+        ones, and not for those that are not zero alone. Both sections may be
+        there all the same."""
+        transforms = config.get("transform_config")
+        if transforms.get("config_groups") if isinstance(
+                transforms, dict) else transforms is not None:
+            raise _files.unsupported(
+                self._path, "transform_config: weights that were transformed "
+                "are not read")
+        sparsity = config.get("sparsity_config")
+        if isinstance(sparsity, dict) and (
+                sparsity.get("format", "dense") != "dense"):
+            raise _files.unsupported(
+                self._path, "sparsity_config: weights that are stored sparsely "
+                "are not read")
 
     def names(self) -> dict[str, list[str]]:
         """Of the quantized tensors, and what each is made of."""
@@ -162,7 +180,18 @@ class Model:
         if not fields:
             fields = self._scales(module, scale, dims, groups)
         zero_point = self._tensors.get(name + "_zero_point")
-        if zero_point is not None and format_name.startswith("int"):
+        is_integer = format_name.startswith("int")
+        if zero_point is None and is_integer and (
+                self._schemes[module].get("symmetric") is False):
+            raise self._malformed(
+                module, f"expected {module}.weight_zero_point, as its scheme is "
+                "not symmetric, got none")
+        if zero_point is not None and not is_integer and (
+                zero_point.bytes().any()):
+            raise _files.unsupported(
+                self._path, f"module {module!r}: expected a weight_zero_point "
+                "of zeros for floats")
+        if zero_point is not None and is_integer:
             zero_points = self._zero_points(
                 module, zero_point, format_info(format_name).bits, shape, dims)
             fields["zero_point"] = (zero_points if groups is None else

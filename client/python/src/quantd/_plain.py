@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import Mapping, Optional, Sequence
 
-from quantd import _checkpoint, _compressed, _files, _layout
+from quantd import _checkpoint, _compressed, _files, _layout, errors
 from quantd._files import FileTensor, InputFile
 
 
@@ -17,11 +17,12 @@ _BESIDE = ("_scale", "_scale_inv", "_scale_2", ".scale", ".scales", "_scales",
            "_weight_scale_2", ".codebooks", ".scale_weight", ".zero")
 # How the name of codes goes on where that of what lies beside them ends.
 _CODE_ENDS = ("", "_packed", ".weight", "_blocks", ".blocks", "_data",
-              "_data._data", ".W_q", ".codes")
+              "_data._data", "_qdata", ".W_q", ".codes")
 # Names that only codes have, and what lies beside them.
 _OF_CODES = (".qweight", ".qzeros", ".weight_packed", ".weight_scale_inv",
              ".weight_scale_2", ".weight_global_scale", ".weight.absmax",
              "_weight_scale_inv", "_weight_scale_2", "_proj_weight_scale",
+             "._weight_qdata", "._weight_scale", "._weight_zero_point",
              ".W_q", ".comfy_quant")
 _CODES = ("U8", "I8", "F8_E4M3", "F8_E5M2", "I32")
 # What tells of tensors what they do not.
@@ -45,9 +46,9 @@ def open_plain(path: str, requantize: Optional[bool] = None
     # Codes and their scales may be in different shards.
     tensors = {name: tensor for file in files
                for name, tensor in file.tensors.items()}
-    what = next((key[len(_layout.KEY_PREFIX):] for file in files
-                 for key in file.metadata
-                 if key.startswith(_layout.KEY_PREFIX)), None)
+    own = what = next((key[len(_layout.KEY_PREFIX):] for file in files
+                       for key in file.metadata
+                       if key.startswith(_layout.KEY_PREFIX)), None)
     if what is None and requantize and not path.endswith((".npy", ".gguf")):
         coded = _read_coded(path, tensors, files)
         if coded:
@@ -66,13 +67,26 @@ def open_plain(path: str, requantize: Optional[bool] = None
         method = _method_of(path)
         what = f"the model, by {method}" if method else None
     if what is not None:
+        is_others = own is None and _is_read(path, tensors, files)
         raise _files.unsupported(
             path, f"expected plain tensors, but {what!r} is quantized "
-            "already; begin with the model that it was made from, or with what "
-            "`quantctl dequantize` makes of it" + (
+            "already; begin with the model that it was made from, or with " + (
+                "what `quantctl dequantize` makes of it"
+                if is_others or own is not None else
+                "floats that the program that quantized it makes of it; "
+                "quantd does not read such codes") + (
                 ", or take requantize=True, which does both"
-                if requantize is False else ""))
+                if requantize is False and is_others else ""))
     return files
+
+
+def _is_read(path: str, tensors: Mapping[str, FileTensor],
+             files: Sequence[InputFile]) -> bool:
+    """Whether quantd reads what other programs have quantized."""
+    try:
+        return bool(_read_coded(path, tensors, files))
+    except errors.QuantdError:
+        return False
 
 
 def _folder_of(path: str) -> str:

@@ -31,6 +31,11 @@ DEFAULTS = (
     "{module}.{w1,w3}.weight",
 )
 
+# The weights of the experts of a layer: of each, or of all in two tensors.
+_EXPERTS = re.compile(
+    r"((?:.*?\.)?experts)\.(?:\d+\..+\.weight|"
+    r"(?:gate_up_proj|down_proj)(?:\.weight)?)", re.DOTALL)
+
 _PIECE = re.compile(r"(\*)|\{([^{}]+)\}|([^*{}]+)")
 
 
@@ -83,10 +88,12 @@ def _error(text: str, what: str) -> errors.QuantdError:
 
 @dataclasses.dataclass(eq=False)
 class Group:
-    """Tensors that share their outer scale, or their only one."""
+    """Tensors that share their outer scale, or their only one. If not
+    shares_scale, they have one spec, and scales of their own."""
 
     label: str
     tensors: list[FileTensor]
+    shares_scale: bool = True
     _maximum: Optional[float] = None
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -231,16 +238,28 @@ class Ties:
 
     def of_tensors(self, tensors: Sequence[FileTensor]) -> list[Group]:
         """The groups of two or more among tensors, whatever becomes of them.
+        With the defaults, groups that share no scale follow: the matrices of
+        all experts of a layer, which runtimes take as one module.
 
         Raises: ARGUMENT_INVALID for a given pattern that ties none.
         """
-        return [Group(label, [tensors[member] for member in members])
-                for _, label, members in self._groups(
-                    [tensor.name for tensor in tensors])]
+        groups = [Group(label, [tensors[member] for member in members])
+                  for _, label, members in self._groups(
+                      [tensor.name for tensor in tensors])]
+        layers: dict[str, list[FileTensor]] = {}
+        for tensor in tensors if self._has_defaults else ():
+            match = _EXPERTS.fullmatch(tensor.name)
+            if match is not None and len(tensor.shape) >= 2:
+                layers.setdefault(match.group(1), []).append(tensor)
+        return groups + [Group(label + ".*", members, shares_scale=False)
+                         for label, members in layers.items()
+                         if len(members) > 1]
 
 
 def can_share(group: Group, template: Template) -> bool:
     """Whether the tensors of a group can share a scale of a spec."""
+    if not group.shares_scale:
+        return False
     try:
         return not _obstacle([(tensor, template.of(tensor.shape))
                               for tensor in group.tensors])

@@ -530,14 +530,34 @@ class _Run:
                     if metadata.get(_COMMAND_KEY) else "")
             shard.overwrite = True
         index = self._output(_files.INDEX_NAME)
-        if not os.path.lexists(index):
-            return
-        if not self._weight_map:
+        has_index = os.path.lexists(index)
+        if has_index and not self._weight_map:
             raise errors.argument_invalid(
                 "expected a folder for a model in one file, but "
                 f"{index} is there", "target")
-        if not has_own and not self._overwrite:
+        if has_index and not has_own and not self._overwrite:
             raise _files.exists(index)
+        self._check_others()
+
+    def _check_others(self) -> None:
+        """No weights are to stay beside those of this run that loaders take for
+        a part of the model: they prefer model.safetensors to an index, and
+        some read all files, above all where there is no index. With overwrite
+        those of quantctl are taken away."""
+        names = {shard.name for shard in self._shards}
+        for name in sorted(os.listdir(self._target) if os.path.isdir(
+                self._target) else ()):
+            if name in names or not name.endswith(".safetensors") or (
+                    self._weight_map and not name.startswith("model")):
+                continue
+            path = self._output(name)
+            if not _metadata_of(path).get(_COMMAND_KEY):
+                raise errors.argument_invalid(
+                    "expected a folder without weights of others, which "
+                    f"loaders would take for a part of the model, but {path} "
+                    "is there", "target")
+            if not self._overwrite:
+                raise _files.exists(path)
 
     def _check_parts(self) -> None:
         """Files of parts that are there are kept, or done again."""

@@ -145,7 +145,8 @@ def sweep_model(
     include, exclude: patterns of names; min_rank: see Client.quantize_many.
     streams: tensors on their way at once.
     ties: tensors that share one outer scale, and get one spec in a mixture, as
-        runtimes need that fuse them; see quantize_model().
+        runtimes need that fuse them; see quantize_model(). With the defaults
+        the matrices of all experts of a layer get one spec too.
     progress: see Client.quantize_many.
     inputs: the model whose stored statistics have the Gram matrices of the
         layers' inputs, or a ModelRounding that says which: output_noise as
@@ -360,8 +361,14 @@ def _mixtures(tensors: Sequence[FileTensor],
     by_name = {tensor.name: candidates
                for tensor, candidates in zip(tensors, measured)}
     sizes = {tensor.name: math.prod(tensor.shape) for tensor in tensors}
-    unit_of = {tensor.name: [other.name for other in group.tensors]
-               for group in groups for tensor in group.tensors}
+    unit_of: dict[str, list[str]] = {}
+    for group in groups:
+        # Groups that have a tensor in common are one.
+        members = [tensor.name for tensor in group.tensors]
+        whole = list(dict.fromkeys(
+            name for member in members
+            for name in unit_of.get(member, [member])))
+        unit_of.update(dict.fromkeys(whole, whole))
     units = {unit[0]: unit for unit in (
         unit_of.get(name, [name]) for name in by_name)}
 
