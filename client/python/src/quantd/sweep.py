@@ -161,7 +161,7 @@ def sweep_model(
     measured all the same.
 
     Raises: that the server is away; FILE_UNREADABLE, FILE_MALFORMED,
-        FILE_UNSUPPORTED, ARGUMENT_INVALID.
+        FILE_UNSUPPORTED, FILE_CHANGED, ARGUMENT_INVALID.
     """
     specs = [specs] if isinstance(specs, (str, EncodingSpec)) else list(specs)
     templates = [template_of(spec) for spec in specs]
