@@ -276,3 +276,16 @@ def test_DataGoUpOnceToAServerThatHoldsNone(tmp_path, small_server, limited):
     with pytest.raises(quantd.QuantdError) as caught:
         limited.evaluate(weight, "nvfp4:mse")
     assert caught.value.reason == "MEMORY_BUDGET"
+
+
+def test_WhatDoesNotFitByItselfIsNotTriedAgain(limited):
+    # Less than the budget, but not beside the scales.
+    weight = np.random.default_rng(0).standard_normal((3600, 2048), np.float32)
+    assert weight.nbytes < 32 << 20
+    for call in (limited.quantize, limited.evaluate):
+        with pytest.raises(quantd.QuantdError) as caught:
+            call(weight, "nvfp4:mse")
+        assert caught.value.reason == "MEMORY_BUDGET"
+        assert caught.value.retry_after is None
+        assert "is too small" in str(caught.value)
+    assert "take min-max or larger blocks" in str(caught.value)
