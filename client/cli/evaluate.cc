@@ -472,7 +472,7 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
     reference.emplace(*std::move(opened));
   }
   const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
-      SelectTensors({&*input}, options.filter, nullptr);
+      SelectMeasurable(*input, options.filter, nullptr, session);
   if (!taken.ok()) return session->FailUsage(taken.status());
   const absl::StatusOr<Connections> connections =
       options.streams.Connect(*session);

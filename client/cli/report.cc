@@ -138,7 +138,7 @@ class Reporter {
     if (!status.ok()) return FailEarly(status, &session_);
     ReportUnread(*input, options_.filter, &session_);
     const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
-        SelectTensors({&*input}, options_.filter, nullptr);
+        SelectMeasurable(*input, options_.filter, nullptr, &session_);
     if (!taken.ok()) return session_.FailUsage(taken.status());
     client_ = session_.ConnectOrFail();
     if (client_ == nullptr) return;

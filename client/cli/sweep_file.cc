@@ -59,7 +59,7 @@ class FileSweeper {
     if (!status.ok()) return FailEarly(status, &session_);
     ReportUnread(*input, options_.filter, &session_);
     const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
-        SelectTensors({&*input}, options_.filter, nullptr);
+        SelectMeasurable(*input, options_.filter, nullptr, &session_);
     if (!taken.ok()) return session_.FailUsage(taken.status());
     const absl::StatusOr<std::vector<TieGroup>> ties =
         FindFileTies(options_.ties, /*matters=*/true, *taken);

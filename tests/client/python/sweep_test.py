@@ -231,6 +231,40 @@ def test_OneSpecThatFailsLeavesTheOthers(tmp_path, client):
             ("int8", None), ("lpbq", None), ("codebook4", "CODEBOOK_INVALID")]
 
 
+def test_TensorsWithoutElementsAreLeftOut(tmp_path, client, quantctl):
+    source = tmp_path / "x.safetensors"
+    weight = np.random.default_rng(1).standard_normal((4, 64), np.float32)
+    quantd.save(source, {"a": weight, "none": np.empty((0, 64), np.float32),
+                         "b": np.empty((4, 0), np.float32)})
+    with pytest.warns(RuntimeWarning) as told:
+        sweep = quantd.sweep_model(source, ["int8", "nvfp4"], client=client,
+                                   max_bits_per_element=9)
+    assert [str(one.message) for one in told] == [
+        f"quantd: tensor {name!r} has no elements: it is left out"
+        for name in ("none", "b")]
+    assert sweep.mixtures[0].target_met
+    assert [tensor.name for tensor in sweep.tensors] == ["a"]
+    for command in (("sweep", "--max-bits-per-element", 9, "-o",
+                     tmp_path / "mixture.txt"),
+                    ("evaluate",), ("calibrate", "--no-store"),
+                    ("report", "-o", tmp_path / "x.html")):
+        said = quantctl(command[0], source, "--spec", "int8:per-channel",
+                        *command[1:])
+        assert "left out, as they have no elements: none, b\n" in said
+    assert (tmp_path / "mixture.txt").read_text() == (
+        "a=int8:per-channel\n")
+    # Whoever has seen nothing of a tensor is a source all the same.
+    counted = quantctl("calibrate", source, "--model", "none", "--source", "s",
+                       "--sequence", 1, "--json")
+    assert [tensor["contribution"]["sequence"]
+            for tensor in counted["tensors"]] == [1, 1, 1]
+    with pytest.raises(quantd.QuantdError) as caught, pytest.warns():
+        quantd.sweep_model(source, "int8", client=client, exclude=["a"])
+    assert caught.value.reason == "ARGUMENT_INVALID"
+    assert "expected tensors with elements" in quantctl(
+        "evaluate", source, "--exclude", "a", code=2)
+
+
 def test_ATensorThatTheServerCannotHoldIsCalibratedFirst(
         request, tmp_path, client, small_server, limited):
     source = tmp_path / "x.safetensors"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Iterable, Mapping, Optional, Sequence, Union
 
@@ -158,7 +159,8 @@ def sweep_model(
         chooses worse mixtures than the tensors' noise.
 
     A spec that fails on a tensor is an error of that candidate; the others are
-    measured all the same.
+    measured all the same. Tensors without elements are left out, with a
+    warning.
 
     Raises: that the server is away; FILE_UNREADABLE, FILE_MALFORMED,
         FILE_UNSUPPORTED, FILE_CHANGED, ARGUMENT_INVALID.
@@ -183,8 +185,9 @@ def sweep_model(
         ("max_bits_per_element", max_bits_per_element))
         for value in (values if isinstance(values, Iterable) else [values])]
     files = open_plain(os.fspath(source))
-    tensors = Filter(tuple(include), tuple(exclude), min_rank).select(
-        tensor for file in files for tensor in file.tensors.values())
+    tensors = _measurable(Filter(tuple(include), tuple(exclude), min_rank
+                                 ).select(
+        tensor for file in files for tensor in file.tensors.values()))
     if objective == "output":
         assert stored is not None and weights is not None
         _check_weights(tensors, stored, weights)
@@ -214,6 +217,19 @@ def sweep_model(
         _mixtures(tensors, measured, groups, specs,
                   budgets, client, weights if objective == "output" else None),
         tuple(name for file in files for name in file.unread))
+
+
+def _measurable(tensors: Sequence[FileTensor]) -> list[FileTensor]:
+    """Without those that have no elements, which it warns of."""
+    for tensor in tensors:
+        if 0 in tensor.shape:
+            warnings.warn(f"quantd: tensor {tensor.name!r} has no elements: it "
+                          "is left out", RuntimeWarning, stacklevel=3)
+    measurable = [tensor for tensor in tensors if 0 not in tensor.shape]
+    if not measurable:
+        raise errors.argument_invalid(
+            "expected tensors with elements, got none", "source")
+    return measurable
 
 
 def _check_weights(tensors: Sequence[FileTensor], stored: StoredInputs,
