@@ -508,10 +508,11 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
               ? ""
               : DecibelText(-10 * std::log10(output->noise_to_signal())));
     }
-    row->push_back(NumberText(metrics.max_absolute_error()));
-    if (options.with_distribution) {
-      row->push_back(NumberText(metrics.kl_divergence()));
-    }
+    const auto add_error = [&](double error) {
+      row->push_back(metrics.count() == 0 ? kNotMeasured : NumberText(error));
+    };
+    add_error(metrics.max_absolute_error());
+    if (options.with_distribution) add_error(metrics.kl_divergence());
   };
   std::vector<TensorError> errors;
   std::vector<std::string> notes;

@@ -231,6 +231,37 @@ def test_OneSpecThatFailsLeavesTheOthers(tmp_path, client):
             ("int8", None), ("lpbq", None), ("codebook4", "CODEBOOK_INVALID")]
 
 
+def test_WithoutFiniteElementsThereIsNoError(tmp_path, client, quantctl):
+    source = tmp_path / "x.safetensors"
+    weight = np.random.default_rng(1).standard_normal((4, 64), np.float32)
+    quantd.save(source, {"a": weight, "n": np.full_like(weight, np.nan)})
+    specs = ["int8", "int4:group:32"]
+    sweep = quantd.sweep_model(source, specs, client=client,
+                               max_bits_per_element=7)
+    for item in sweep.tensors[1].candidates:
+        assert (item.metrics.count, item.noise_to_signal) == (0, 0)
+        assert math.isnan(item.metrics.sqnr_db)
+    assert [total.min_sqnr_tensor for total in sweep.totals] == ["a", "a"]
+    assert set(sweep.mixtures[0].specs) == {"a", "n"}
+    nothing = quantd.sweep_model(source, specs, client=client, include=["n"])
+    assert all(math.isnan(total.min_sqnr_db) for total in nothing.totals)
+    words = [word for spec in specs for word in ("--spec", spec)]
+    for command in (("sweep", "--max-bits-per-element", 7), ("evaluate",)):
+        document = quantctl(command[0], source, *words, *command[1:], "--json")
+        for item in document["tensors"][1]["candidates"]:
+            assert (item["sqnr_db"], item["count"]) == (None, 0)
+        said = quantctl(command[0], source, *words, *command[1:])
+        assert said.count("n/a") == 4 and "inf" not in said.replace(
+            "not finite", "")
+        assert "tensor n: 256 elements are not finite" in said
+    said = quantctl("report", source, *words, "-o", tmp_path / "x.html")
+    assert "tensor n: 256 elements are not finite" in said
+    assert '"unmeasured":true' in (tmp_path / "x.html").read_text()
+    said = quantctl("quantize", source, "-o", tmp_path / "y.safetensors",
+                    "--evaluate")
+    assert said.count("n/a") == 2
+
+
 def test_TensorsWithoutElementsAreLeftOut(tmp_path, client, quantctl):
     source = tmp_path / "x.safetensors"
     weight = np.random.default_rng(1).standard_normal((4, 64), np.float32)

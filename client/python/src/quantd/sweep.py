@@ -41,7 +41,7 @@ class MeasuredCandidate(Tabular):
         and sqnr_db; the rest, which Client.evaluate has, is nan.
     size_bytes: of codes and scales.
     noise_to_signal: sum e^2 / sum x^2; infinity where finite elements came back
-        as others.
+        as others, 0 where none are finite.
     output_noise: the same at the output of the layer; with `inputs`, where
         those of the tensor are stored.
     """
@@ -335,6 +335,8 @@ def _noise_to_signal(candidate: CandidateMetrics, statistics: TensorStatistics
             statistics.nan_count + statistics.positive_infinity_count +
             statistics.negative_infinity_count):
         return math.inf
+    if not candidate.overall.count:
+        return 0.0
     return math.pow(10, -candidate.overall.sqnr_db / 10)
 
 
@@ -347,9 +349,12 @@ def _totals(tensors: Sequence[FileTensor],
         good = [(tensor.name, candidate)
                 for tensor, candidate in zip(tensors, candidates)
                 if candidate.error is None]
-        lowest, name = min(((_sqnr_db(candidate), tensor)
-                            for tensor, candidate in good),
-                           key=lambda item: item[0], default=(0.0, ""))
+        # Without finite elements there is none.
+        measured_db = ((_sqnr_db(candidate), tensor)
+                       for tensor, candidate in good)
+        lowest, name = min((item for item in measured_db
+                            if not math.isnan(item[0])),
+                           key=lambda item: item[0], default=(math.nan, ""))
         totals.append(SweepTotal(
             candidates[0].spec_index,
             sum(candidate.size_bytes for _, candidate in good), lowest, name,
