@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -91,12 +92,19 @@ Json MetricsJson(const std::string& label, const v1::ErrorMetrics& metrics) {
   return json;
 }
 
+// The noise at the output of the layer; NaN without finite elements.
+double OutputNoiseOf(const v1::CandidateMetrics& candidate) {
+  return candidate.overall().count() == 0
+             ? std::numeric_limits<double>::quiet_NaN()
+             : candidate.output_noise().noise_to_signal();
+}
+
 // The metrics of a candidate, with those at the output of the layer.
 Json CandidateJson(const v1::CandidateMetrics& candidate) {
   Json json = MetricsJson(candidate.label(), candidate.overall());
   json["mantissa_bits"] = candidate.mantissa_bits();
   if (candidate.has_output_noise()) {
-    const double ratio = candidate.output_noise().noise_to_signal();
+    const double ratio = OutputNoiseOf(candidate);
     json["output_noise"] = {{"noise_to_signal", ratio},
                             {"sqnr_db", -10 * std::log10(ratio)},
                             {"source", "gram"}};
@@ -498,15 +506,16 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
   };
   for (const Candidate& candidate : *candidates) add_columns(candidate.label);
   if (compares) add_columns("SQNR");
+  // `candidate` has noise at the output of the layer; null for none.
   const auto add_cells = [&](const v1::ErrorMetrics& metrics,
-                             const v1::OutputNoise* output,
+                             const v1::CandidateMetrics* candidate,
                              std::vector<std::string>* row) {
     row->push_back(DecibelText(metrics.sqnr_db()));
     if (has_inputs) {
       row->push_back(
-          output == nullptr
+          candidate == nullptr
               ? ""
-              : DecibelText(-10 * std::log10(output->noise_to_signal())));
+              : DecibelText(-10 * std::log10(OutputNoiseOf(*candidate))));
     }
     const auto add_error = [&](double error) {
       row->push_back(metrics.count() == 0 ? kNotMeasured : NumberText(error));
@@ -575,10 +584,8 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
                                     std::string(DtypeName(tensor.dtype))};
     for (const v1::CandidateMetrics& candidate : result->candidates()) {
       metrics.push_back(CandidateJson(candidate));
-      add_cells(
-          candidate.overall(),
-          candidate.has_output_noise() ? &candidate.output_noise() : nullptr,
-          &row);
+      add_cells(candidate.overall(),
+                candidate.has_output_noise() ? &candidate : nullptr, &row);
     }
     Json json = {{"name", tensor.name},
                  {"shape", tensor.shape},
