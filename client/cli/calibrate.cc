@@ -209,11 +209,15 @@ void RunCalibrate(const CalibrateOptions& options, Session* session) {
   const absl::Status plain = CheckPlain(*input, options.input);
   if (!plain.ok()) return session->Fail(plain);
   ReportUnread(*input, options.filter, session);
-  absl::StatusOr<std::vector<const files::FileTensor*>> taken =
-      SelectTensors({&*input}, options.filter, &*specs);
+  const absl::Status selects =
+      SelectTensors({&*input}, options.filter, &*specs).status();
+  if (!selects.ok()) return session->FailUsage(selects);
+  // Patterns of specs say what has encodings, not what is counted. A source
+  // that has seen no elements of a tensor is counted, too.
+  const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
+      contributes ? SelectTensors({&*input}, options.filter, nullptr)
+                  : SelectMeasurable(*input, options.filter, &*specs, session);
   if (!taken.ok()) return session->FailUsage(taken.status());
-  // Patterns of specs say what has encodings, not what is counted.
-  if (contributes) taken = SelectTensors({&*input}, options.filter, nullptr);
   if (contributes && !options.force_statistics) {
     const absl::Status small = CheckStatisticsSize(*taken, *granularity);
     if (!small.ok()) return session->FailUsage(small);

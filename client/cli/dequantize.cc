@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -66,6 +67,33 @@ struct DequantizeOutcome {
   absl::Status status;
   // See QuantizedTensor.
   std::string note;
+  // Of the output; its type may be too narrow.
+  uint64_t infinity_count = 0;
+};
+
+// Counts the infinite elements of an output that comes in pieces, some of them
+// more than once. Not thread-safe.
+class InfinityCounter {
+ public:
+  explicit InfinityCounter(files::Dtype dtype) : dtype_(dtype) {}
+
+  // See Sink.
+  void Add(uint64_t offset_bytes, absl::Span<const uint8_t> bytes) {
+    const uint64_t end_bytes = offset_bytes + bytes.size();
+    if (end_bytes <= end_bytes_) return;
+    if (offset_bytes < end_bytes_) {
+      bytes.remove_prefix(static_cast<size_t>(end_bytes_ - offset_bytes));
+    }
+    end_bytes_ = end_bytes;
+    count_ += files::CountInfinities(dtype_, bytes);
+  }
+
+  uint64_t count() const { return count_; }
+
+ private:
+  const files::Dtype dtype_;
+  uint64_t end_bytes_ = 0;
+  uint64_t count_ = 0;
 };
 
 // Places all tensors behind a header with the metadata that the input has when
@@ -169,11 +197,11 @@ class Dequantizer {
                              absl::OkStatus(), ""});
       } else if (tensor.type->IsPlain()) {
         status = (*builder)->Write(place++, 0, tensor.data);
-        AddGgufOutcome(tensor, "copied", tensor.data.size());
+        AddGgufOutcome(tensor, "copied", tensor.data);
       } else {
         const std::vector<float> elements = files::DequantizeGguf(tensor);
         status = (*builder)->Write(place++, 0, BytesOf(elements));
-        AddGgufOutcome(tensor, tensor.type->name, BytesOf(elements).size());
+        AddGgufOutcome(tensor, tensor.type->name, BytesOf(elements));
       }
     }
     if (status.ok()) status = (*builder)->Finish().status();
@@ -194,7 +222,7 @@ class Dequantizer {
           options_.input, "expected a tensor of blocks, got a plain one");
     }
     const std::vector<float> elements = files::DequantizeGguf(tensor);
-    AddGgufOutcome(tensor, tensor.type->name, BytesOf(elements).size());
+    AddGgufOutcome(tensor, tensor.type->name, BytesOf(elements));
     const absl::Status status =
         files::WriteNpy(options_.output.path, options_.output.if_exists(),
                         files::Dtype::kF32, tensor.shape, BytesOf(elements))
@@ -229,12 +257,14 @@ class Dequantizer {
     size_t place = 0;
     for (const files::CodedTensor& tensor : coded_) {
       if (!status.ok()) return status;
+      InfinityCounter infinities(tensor.dtype);
       status = Decode(
           tensor, [&](uint64_t offset_bytes, absl::Span<const uint8_t> bytes) {
+            infinities.Add(offset_bytes, bytes);
             return (*builder)->Write(places[place], offset_bytes, bytes);
           });
       progress.Add(CodeBytes(input, tensor), tensor.name);
-      AddCodedOutcome(input, tensor);
+      AddCodedOutcome(input, tensor, infinities.count());
       ++place;
     }
     for (const files::FileTensor& tensor : input.tensors()) {
@@ -258,7 +288,8 @@ class Dequantizer {
     std::vector<uint8_t> elements(
         static_cast<size_t>(tensor.row_count() * tensor.row_bytes()));
     tensor.DecodeRows(0, tensor.row_count(), absl::MakeSpan(elements));
-    AddCodedOutcome(input, tensor);
+    AddCodedOutcome(input, tensor,
+                    files::CountInfinities(tensor.dtype, elements));
     status = files::WriteNpy(options_.output.path, options_.output.if_exists(),
                              tensor.dtype, tensor.shape, elements)
                  .status();
@@ -308,7 +339,8 @@ class Dequantizer {
   }
 
   void AddCodedOutcome(const TensorInput& input,
-                       const files::CodedTensor& tensor) {
+                       const files::CodedTensor& tensor,
+                       uint64_t infinity_count) {
     DequantizeOutcome outcome;
     outcome.name = tensor.name;
     outcome.shape = tensor.shape;
@@ -317,6 +349,7 @@ class Dequantizer {
     outcome.input_bytes = CodeBytes(input, tensor);
     outcome.output_bytes =
         static_cast<uint64_t>(tensor.row_count() * tensor.row_bytes());
+    outcome.infinity_count = infinity_count;
     outcomes_.push_back(std::move(outcome));
   }
 
@@ -325,14 +358,18 @@ class Dequantizer {
   }
 
   void AddGgufOutcome(const files::GgufTensor& tensor, absl::string_view result,
-                      uint64_t output_bytes) {
+                      absl::Span<const uint8_t> output) {
     DequantizeOutcome outcome;
     outcome.name = tensor.name;
     outcome.shape = tensor.shape;
     outcome.dtype = std::string(DtypeName(GgufDtype(tensor)));
     outcome.result = std::string(result);
     outcome.input_bytes = tensor.data.size();
-    outcome.output_bytes = output_bytes;
+    outcome.output_bytes = output.size();
+    if (!tensor.type->IsPlain()) {
+      outcome.infinity_count =
+          files::CountInfinities(GgufDtype(tensor), output);
+    }
     outcomes_.push_back(std::move(outcome));
   }
 
@@ -488,7 +525,10 @@ class Dequantizer {
     const absl::StatusOr<DequantizeResult> result =
         client->Dequantize(MakeJob(tensor));
     if (!result.ok()) return result.status();
-    outcomes_.push_back(OutcomeOf(tensor, result));
+    DequantizeOutcome& outcome =
+        outcomes_.emplace_back(OutcomeOf(tensor, result));
+    outcome.infinity_count =
+        files::CountInfinities(DtypeOf(tensor.element_type), result->elements);
     const absl::Status status =
         files::WriteNpy(options_.output.path, options_.output.if_exists(),
                         DtypeOf(tensor.element_type), tensor.shape,
@@ -511,14 +551,19 @@ class Dequantizer {
     absl::Mutex mutex;
     // Of the codes of the tensors under way.
     std::vector<std::shared_ptr<const void>> holds(tensors_.size());
+    std::vector<InfinityCounter> infinities;
+    for (const QuantizedTensor& tensor : tensors_) {
+      infinities.emplace_back(DtypeOf(tensor.element_type));
+    }
     internal::DequantizeEngine::Work work;
     work.count = tensors_.size();
     work.size_bytes = [this](size_t i) { return tensors_[i].codes.size(); };
     work.make_job = [&](size_t i) {
       holds[i] = tensors_[i].Hold();
       DequantizeJob job = MakeJob(tensors_[i]);
-      job.sink = [builder, place = places[i]](uint64_t offset_bytes,
-                                              absl::Span<const uint8_t> bytes) {
+      job.sink = [builder, place = places[i], counter = &infinities[i]](
+                     uint64_t offset_bytes, absl::Span<const uint8_t> bytes) {
+        counter->Add(offset_bytes, bytes);
         return builder->Write(place, offset_bytes, bytes);
       };
       return job;
@@ -527,6 +572,7 @@ class Dequantizer {
                     EvaluateStream*) {
       holds[i] = nullptr;
       outcomes_[i] = OutcomeOf(tensors_[i], result);
+      outcomes_[i].infinity_count = infinities[i].count();
       absl::MutexLock lock(&mutex);
       progress.Add(tensors_[i].codes.size(), tensors_[i].name);
       const int code = ExitCodeOf(result.status());
@@ -569,7 +615,8 @@ class Dequantizer {
                                                    : Json(outcome.dtype)},
                    {"from", outcome.result},
                    {"bytes_before", outcome.input_bytes},
-                   {"bytes_after", outcome.output_bytes}};
+                   {"bytes_after", outcome.output_bytes},
+                   {"infinity_count", outcome.infinity_count}};
       if (!outcome.status.ok()) json["error"] = ErrorJson(outcome.status);
       if (!outcome.note.empty()) json["note"] = outcome.note;
       list.push_back(std::move(json));
@@ -584,6 +631,15 @@ class Dequantizer {
       if (!outcome.note.empty()) {
         notes.push_back(absl::StrCat("quantctl: tensor ", outcome.name, ": ",
                                      outcome.note));
+      }
+      if (outcome.infinity_count > 0) {
+        const std::optional<files::Dtype> dtype =
+            files::ParseDtype(outcome.dtype);
+        notes.push_back(absl::StrCat(
+            "quantctl: tensor ", outcome.name, ": ",
+            CountText(outcome.infinity_count),
+            " elements are infinite: ", outcome.dtype, " has at most ",
+            files::LargestNumber(*dtype), " in magnitude"));
       }
       if (!outcome.status.ok()) {
         errors.push_back({outcome.name, outcome.status});

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -91,12 +92,21 @@ Json MetricsJson(const std::string& label, const v1::ErrorMetrics& metrics) {
   return json;
 }
 
+// The noise at the output of the layer; NaN without finite elements.
+v1::OutputNoise OutputNoiseOf(const v1::CandidateMetrics& candidate) {
+  v1::OutputNoise noise = candidate.output_noise();
+  if (candidate.overall().count() == 0) {
+    noise.set_noise_to_signal(std::numeric_limits<double>::quiet_NaN());
+  }
+  return noise;
+}
+
 // The metrics of a candidate, with those at the output of the layer.
 Json CandidateJson(const v1::CandidateMetrics& candidate) {
   Json json = MetricsJson(candidate.label(), candidate.overall());
   json["mantissa_bits"] = candidate.mantissa_bits();
   if (candidate.has_output_noise()) {
-    json["output_noise"] = OutputNoiseJson(candidate.output_noise());
+    json["output_noise"] = OutputNoiseJson(OutputNoiseOf(candidate));
   }
   return json;
 }
@@ -469,7 +479,7 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
     reference.emplace(*std::move(opened));
   }
   const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
-      SelectTensors({&*input}, options.filter, nullptr);
+      SelectMeasurable(*input, options.filter, nullptr, session);
   if (!taken.ok()) return session->FailUsage(taken.status());
   const absl::StatusOr<Connections> connections =
       options.streams.Connect(*session);
@@ -495,18 +505,21 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
   };
   for (const Candidate& candidate : *candidates) add_columns(candidate.label);
   if (compares) add_columns("SQNR");
+  // `candidate` has noise at the output of the layer; null for none.
   const auto add_cells = [&](const v1::ErrorMetrics& metrics,
-                             const v1::OutputNoise* output,
+                             const v1::CandidateMetrics* candidate,
                              std::vector<std::string>* row) {
     row->push_back(DecibelText(metrics.sqnr_db()));
     if (has_inputs) {
-      row->push_back(output == nullptr ? ""
-                                       : DecibelText(OutputSqnrDb(*output)));
+      row->push_back(candidate == nullptr ? ""
+                                          : DecibelText(OutputSqnrDb(
+                                                OutputNoiseOf(*candidate))));
     }
-    row->push_back(NumberText(metrics.max_absolute_error()));
-    if (options.with_distribution) {
-      row->push_back(NumberText(metrics.kl_divergence()));
-    }
+    const auto add_error = [&](double error) {
+      row->push_back(metrics.count() == 0 ? kNotMeasured : NumberText(error));
+    };
+    add_error(metrics.max_absolute_error());
+    if (options.with_distribution) add_error(metrics.kl_divergence());
   };
   std::vector<TensorError> errors;
   std::vector<std::string> notes;
@@ -569,10 +582,8 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
                                     std::string(DtypeName(tensor.dtype))};
     for (const v1::CandidateMetrics& candidate : result->candidates()) {
       metrics.push_back(CandidateJson(candidate));
-      add_cells(
-          candidate.overall(),
-          candidate.has_output_noise() ? &candidate.output_noise() : nullptr,
-          &row);
+      add_cells(candidate.overall(),
+                candidate.has_output_noise() ? &candidate : nullptr, &row);
     }
     Json json = {{"name", tensor.name},
                  {"shape", tensor.shape},

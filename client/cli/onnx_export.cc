@@ -257,14 +257,30 @@ bool IsInteger(const files::OnnxModel::Quantizer& quantizer) {
   return absl::StrContains(quantizer.type, "int");
 }
 
-// Of a bias of float32, with one scale or one for each element.
+// The elements of a bias of float32.
+std::vector<float> BiasElements(absl::Span<const uint8_t> bias) {
+  std::vector<float> elements(bias.size() / sizeof(float));
+  std::memcpy(elements.data(), bias.data(), elements.size() * sizeof(float));
+  return elements;
+}
+
+// How often a scale has to be doubled so that the code of an element is small:
+// runtimes add the products of weights and inputs to it in int32.
+int DoublingsFor(float element, double scale) {
+  constexpr double kMostCode = 1 << 30;
+  if (!std::isfinite(element) || !(scale > 0)) return 0;
+  const double quotient =
+      std::fabs(static_cast<double>(element)) / (scale * kMostCode);
+  return quotient > 1 ? std::ilogb(quotient) + 1 : 0;
+}
+
+// With one scale or one for each element.
 // Errors: OUT_OF_RANGE: one is no int32.
-absl::StatusOr<std::vector<int32_t>> BiasCodes(absl::Span<const uint8_t> bias,
+absl::StatusOr<std::vector<int32_t>> BiasCodes(absl::Span<const float> bias,
                                                absl::Span<const float> scales) {
-  std::vector<int32_t> codes(bias.size() / sizeof(float));
+  std::vector<int32_t> codes(bias.size());
   for (size_t i = 0; i < codes.size(); ++i) {
-    float value = 0;
-    std::memcpy(&value, bias.data() + i * sizeof(value), sizeof(value));
+    const float value = bias[i];
     const float scale = scales[scales.size() == 1 ? 0 : i];
     const double code = std::nearbyint(static_cast<double>(value) / scale);
     if (!std::isnormal(scale) ||
@@ -300,6 +316,8 @@ class Exporter {
     status = ReadMap(*model);
     if (!status.ok()) return session_.FailUsage(status);
     status = QuantizeAll(&*model);
+    if (status.ok() && !job_.keeps_biases) RaiseScales(*model);
+    PlaceWeights(&*model);
     if (status.ok() && !job_.keeps_biases) QuantizeBiases(&*model);
     AddElsewhere();
     const int64_t opset = model->opset();
@@ -350,6 +368,16 @@ class Exporter {
     files::OnnxModel::Quantizer stored;
     // Of the one that the model gets.
     files::OnnxModel::Quantizer quantizer;
+  };
+
+  // What a weight becomes.
+  struct QuantizedWeight {
+    std::string tensor;
+    // As the encoding has it.
+    std::vector<int64_t> shape;
+    bool is_transposed = false;
+    Encoding encoding;
+    std::vector<uint8_t> codes;
   };
 
   // That the output is none of the model's files. Notes the weights that are
@@ -489,7 +517,7 @@ class Exporter {
     if (!stored.ok()) return stored.status();
     const Encoding& encoding = stored->encoding();
     if (weight != nullptr) {
-      return QuantizeWeight(tensor, place, *weight, *stored, model);
+      return QuantizeWeight(tensor, place, *weight, *stored);
     }
     absl::StatusOr<files::OnnxModel::Quantizer> quantizer =
         MakeQuantizer(encoding, nullptr, activation->rank);
@@ -512,54 +540,160 @@ class Exporter {
 
   absl::Status QuantizeWeight(const std::string& tensor, const Place& place,
                               const files::OnnxModel::Weight& weight,
-                              const v1::StoredEncoding& stored,
-                              files::OnnxModel* model) {
-    const bool is_transposed = place.is_transposed && weight.shape.size() == 2;
-    // As the encoding has it.
-    std::vector<int64_t> shape = weight.shape;
-    if (is_transposed) std::swap(shape[0], shape[1]);
-    absl::StatusOr<files::OnnxModel::Quantizer> quantizer =
-        MakeWeightQuantizer(stored.encoding(), shape, is_transposed);
+                              const v1::StoredEncoding& stored) {
+    QuantizedWeight quantized;
+    quantized.tensor = tensor;
+    quantized.is_transposed = place.is_transposed && weight.shape.size() == 2;
+    quantized.shape = weight.shape;
+    if (quantized.is_transposed) {
+      std::swap(quantized.shape[0], quantized.shape[1]);
+    }
+    absl::StatusOr<files::OnnxModel::Quantizer> quantizer = MakeWeightQuantizer(
+        stored.encoding(), quantized.shape, quantized.is_transposed);
     if (!quantizer.ok()) return quantizer.status();
     const absl::StatusOr<bool> is_done = IsDone(tensor, place, *quantizer);
     if (!is_done.ok()) return is_done.status();
     if (*is_done) return absl::OkStatus();
     std::vector<uint8_t> data;
-    Tensor elements;
-    elements.name = job_.name.NameOf(tensor);
-    elements.element_type = *ElementTypeOf(*weight.dtype);
-    elements.shape = shape;
-    elements.data = weight.data;
-    const auto rows = static_cast<size_t>(shape.empty() ? 0 : shape[0]);
-    const auto columns = static_cast<size_t>(shape.size() < 2 ? 0 : shape[1]);
-    if (is_transposed) {
-      const size_t bits = *weight.dtype == files::Dtype::kF32 ? 32 : 16;
-      data = Transposed(weight.data, bits, columns, rows);
-      elements.data = data;
-    }
-    const absl::StatusOr<FittedWeight> fitted =
-        QuantizeFitted(elements, stored, client_.get());
+    const absl::StatusOr<FittedWeight> fitted = QuantizeFitted(
+        ElementsOf(quantized, weight, &data), stored, client_.get());
     if (!fitted.ok()) {
       done_.erase(place.name);
       return fitted.status();
     }
     if (!fitted->note.empty()) {
       AddLoss(tensor, fitted->note, /*left_out=*/false);
-      quantizer = MakeWeightQuantizer(fitted->encoding, shape, is_transposed);
+      quantizer = MakeWeightQuantizer(fitted->encoding, quantized.shape,
+                                      quantized.is_transposed);
       if (!quantizer.ok()) return quantizer.status();
       done_.find(place.name)->second.quantizer = *quantizer;
     }
-    absl::Span<const uint8_t> codes = fitted->result.codes;
-    if (is_transposed) {
-      const size_t bits = static_cast<size_t>(
-          GetFormatInfo(fitted->encoding.format())->storage_bits);
-      data = Transposed(codes, bits, rows, columns);
-      codes = data;
-    }
+    quantized.encoding = fitted->encoding;
+    quantized.codes = CodesIn(quantized, fitted->result);
+    NoteNotFinite(tensor, fitted->result.summary);
     NoteFloats(*quantizer);
-    model->QuantizeWeight(place.name, *quantizer, codes);
+    weights_.emplace(place.name, std::move(quantized));
     ++weight_count_;
     return absl::OkStatus();
+  }
+
+  // The weight as its encoding has it; `data` holds what is transposed.
+  Tensor ElementsOf(const QuantizedWeight& quantized,
+                    const files::OnnxModel::Weight& weight,
+                    std::vector<uint8_t>* data) const {
+    Tensor elements;
+    elements.name = job_.name.NameOf(quantized.tensor);
+    elements.element_type = *ElementTypeOf(*weight.dtype);
+    elements.shape = quantized.shape;
+    elements.data = weight.data;
+    if (quantized.is_transposed) {
+      const size_t bits = *weight.dtype == files::Dtype::kF32 ? 32 : 16;
+      *data =
+          Transposed(weight.data, bits, static_cast<size_t>(quantized.shape[1]),
+                     static_cast<size_t>(quantized.shape[0]));
+      elements.data = *data;
+    }
+    return elements;
+  }
+
+  // As the model has them.
+  static std::vector<uint8_t> CodesIn(const QuantizedWeight& quantized,
+                                      const QuantizeResult& result) {
+    if (!quantized.is_transposed) {
+      return {result.codes.begin(), result.codes.end()};
+    }
+    return Transposed(
+        result.codes,
+        static_cast<size_t>(
+            GetFormatInfo(quantized.encoding.format())->storage_bits),
+        static_cast<size_t>(quantized.shape[0]),
+        static_cast<size_t>(quantized.shape[1]));
+  }
+
+  void PlaceWeights(files::OnnxModel* model) {
+    for (auto& [name, weight] : weights_) {
+      model->QuantizeWeight(name, done_.find(name)->second.quantizer,
+                            weight.codes);
+      weight.codes = {};
+    }
+  }
+
+  // Raises scales of weights that are so small beside a bias that its codes
+  // would leave no room for the products in int32, as those of a channel that
+  // is always off. As ONNX Runtime's own tools do.
+  void RaiseScales(const files::OnnxModel& model) {
+    // Of each scale, by the weight.
+    std::map<std::string, std::vector<int>> doublings;
+    for (const files::OnnxModules::Bias& bias : modules_->Biases()) {
+      const files::OnnxModel::Quantizer* weight = nullptr;
+      const files::OnnxModel::Quantizer* input = nullptr;
+      const auto quantized = weights_.find(bias.weight);
+      if (!FindLayer(bias, &weight, &input) || quantized == weights_.end() ||
+          !ReasonAgainst(bias, *weight, *input, model).empty()) {
+        continue;
+      }
+      std::vector<int>& of_scales = doublings[bias.weight];
+      of_scales.resize(weight->scale.size(), 0);
+      const std::vector<float> elements =
+          BiasElements(model.FindWeight(bias.name)->data);
+      for (size_t i = 0; i < elements.size(); ++i) {
+        const size_t s = weight->scale.size() == 1 ? 0 : i;
+        of_scales[s] = std::max(
+            of_scales[s],
+            DoublingsFor(elements[i], static_cast<double>(weight->scale[s]) *
+                                          static_cast<double>(input->scale[0]) *
+                                          static_cast<double>(bias.factor)));
+      }
+    }
+    for (const auto& [name, of_scales] : doublings) {
+      if (std::any_of(of_scales.begin(), of_scales.end(),
+                      [](int count) { return count > 0; })) {
+        RaiseScales(name, of_scales, model);
+      }
+    }
+  }
+
+  void RaiseScales(const std::string& name, const std::vector<int>& doublings,
+                   const files::OnnxModel& model) {
+    QuantizedWeight& weight = weights_.find(name)->second;
+    QuantizedWeight raised = weight;
+    uint64_t count = 0;
+    for (size_t i = 0; i < doublings.size(); ++i) {
+      float& scale = raised.encoding.mutable_scale()->at(static_cast<int>(i));
+      scale = std::ldexp(scale, doublings[i]);
+      count += doublings[i] > 0 ? 1 : 0;
+    }
+    std::vector<uint8_t> data;
+    QuantizeJob job;
+    job.tensor = ElementsOf(raised, *model.FindWeight(name), &data);
+    job.source = raised.encoding;
+    const absl::StatusOr<QuantizeResult> result = client_->Quantize(job);
+    const absl::StatusOr<files::OnnxModel::Quantizer> quantizer =
+        MakeWeightQuantizer(raised.encoding, raised.shape,
+                            raised.is_transposed);
+    // Then the bias stays as it is.
+    if (!result.ok() || !quantizer.ok()) return;
+    raised.codes = CodesIn(raised, *result);
+    weight = std::move(raised);
+    done_.find(name)->second.quantizer = *quantizer;
+    AddLoss(weight.tensor,
+            absl::StrCat("scale: ", CountText(count), " of ",
+                         CountText(doublings.size()),
+                         " are larger, as the bias of the channel would not "
+                         "fit in int32 otherwise"),
+            /*left_out=*/false);
+  }
+
+  // Codes do not say that there was something else.
+  void NoteNotFinite(const std::string& tensor,
+                     const v1::QuantizeSummary& summary) {
+    const uint64_t infinity_count =
+        summary.positive_infinity_count() + summary.negative_infinity_count();
+    if (summary.nan_count() + infinity_count == 0) return;
+    AddLoss(tensor,
+            absl::StrCat("the weight has ", CountText(summary.nan_count()),
+                         " NaN and ", CountText(infinity_count), " infinities"),
+            /*left_out=*/false);
   }
 
   void NoteFloats(const files::OnnxModel::Quantizer& quantizer) {
@@ -577,44 +711,61 @@ class Exporter {
     return nullptr;
   }
 
+  // Whether the weight and the input of the layer become integers, and the bias
+  // has no encoding of its own.
+  bool FindLayer(const files::OnnxModules::Bias& bias,
+                 const files::OnnxModel::Quantizer** weight,
+                 const files::OnnxModel::Quantizer** input) const {
+    *weight = FindDone({bias.weight});
+    *input = FindDone(bias.activations);
+    return *weight != nullptr && *input != nullptr &&
+           !done_.contains(bias.name) && IsInteger(**weight) &&
+           IsInteger(**input);
+  }
+
+  // Why such a bias stays as it is; empty if it need not.
+  static std::string ReasonAgainst(const files::OnnxModules::Bias& bias,
+                                   const files::OnnxModel::Quantizer& weight,
+                                   const files::OnnxModel::Quantizer& input,
+                                   const files::OnnxModel& model) {
+    if (input.scale.size() != 1) {
+      return "the input of its layer has several scales";
+    }
+    // What the layer computes with.
+    const std::optional<files::OnnxModel::Activation> activation =
+        model.FindActivation(bias.activations[0]);
+    if (!activation.has_value() || activation->dtype != files::Dtype::kF32 ||
+        model.FindWeight(bias.weight)->dtype != files::Dtype::kF32) {
+      return "its layer does not compute in float32";
+    }
+    const bool is_per_channel =
+        weight.scale_shape.size() == 1 && weight.axis == bias.axis;
+    return weight.scale.size() == 1 || is_per_channel
+               ? ""
+               : "the weight of its layer has no single scale for each output";
+  }
+
   // As ONNX Runtime's own tools do: sums of products of codes are in units of
   // the product of the scales.
   void QuantizeBiases(files::OnnxModel* model) {
     // Those that stay although weight and input are integers, by the reason.
     std::map<std::string, std::vector<std::string>> kept;
     for (const files::OnnxModules::Bias& bias : modules_->Biases()) {
-      const files::OnnxModel::Quantizer* const weight = FindDone({bias.weight});
-      const files::OnnxModel::Quantizer* const input =
-          FindDone(bias.activations);
-      if (weight == nullptr || input == nullptr || done_.contains(bias.name) ||
-          !IsInteger(*weight) || !IsInteger(*input)) {
+      const files::OnnxModel::Quantizer* weight = nullptr;
+      const files::OnnxModel::Quantizer* input = nullptr;
+      if (!FindLayer(bias, &weight, &input)) continue;
+      const std::string reason = ReasonAgainst(bias, *weight, *input, *model);
+      if (!reason.empty()) {
+        kept[reason].push_back(bias.name);
         continue;
       }
-      if (input->scale.size() != 1) {
-        kept["the input of its layer has several scales"].push_back(bias.name);
-        continue;
-      }
-      // What the layer computes with.
-      const std::optional<files::OnnxModel::Activation> activation =
-          model->FindActivation(bias.activations[0]);
-      const absl::Span<const uint8_t> data = model->FindWeight(bias.name)->data;
-      if (!activation.has_value() || activation->dtype != files::Dtype::kF32 ||
-          model->FindWeight(bias.weight)->dtype != files::Dtype::kF32) {
-        kept["its layer does not compute in float32"].push_back(bias.name);
-        continue;
-      }
-      if (data.empty()) continue;
-      const bool is_per_channel =
-          weight->scale_shape.size() == 1 && weight->axis == bias.axis;
-      if (weight->scale.size() != 1 && !is_per_channel) {
-        kept["the weight of its layer has no single scale for each output"]
-            .push_back(bias.name);
-        continue;
-      }
+      const std::vector<float> elements =
+          BiasElements(model->FindWeight(bias.name)->data);
+      if (elements.empty()) continue;
       std::vector<float> scales = weight->scale;
       for (float& scale : scales) scale *= input->scale[0] * bias.factor;
       const absl::StatusOr<std::vector<int32_t>> codes =
-          BiasCodes(data, scales);
+          BiasCodes(elements, scales);
       if (!codes.ok()) {
         AddLoss(bias.name,
                 absl::StrCat("stays float32: ", codes.status().message(),
@@ -717,6 +868,8 @@ class Exporter {
   // Weights that are not in the main graph, and where they are.
   std::map<std::string, std::string> elsewhere_;
   absl::flat_hash_map<std::string, Done> done_;
+  // Weights among those, by the initializer.
+  std::map<std::string, QuantizedWeight> weights_;
   // Tensors that were found, and where.
   std::vector<std::pair<std::string, Place>> names_;
   uint64_t weight_count_ = 0;

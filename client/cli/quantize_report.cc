@@ -302,10 +302,12 @@ class RunReport {
         BytesCell(tensor.data.size()),
         shard.is_written ? BytesCell(outcome.output_bytes) : ""};
     if (options_.evaluate) {
-      const bool is_measured = outcome.metrics.has_value();
-      row.push_back(is_measured ? DecibelText(outcome.metrics->sqnr_db()) : "");
-      row.push_back(
-          is_measured ? NumberText(outcome.metrics->max_absolute_error()) : "");
+      const auto& metrics = outcome.metrics;
+      row.push_back(metrics.has_value() ? DecibelText(metrics->sqnr_db()) : "");
+      row.push_back(!metrics.has_value() ? ""
+                    : metrics->count() == 0
+                        ? kNotMeasured
+                        : NumberText(metrics->max_absolute_error()));
     }
     if (totals_.has_output_noise) {
       row.push_back(outcome.output_noise.has_value()

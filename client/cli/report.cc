@@ -138,7 +138,7 @@ class Reporter {
     if (!status.ok()) return FailEarly(status, &session_);
     ReportUnread(*input, options_.filter, &session_);
     const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
-        SelectTensors({&*input}, options_.filter, nullptr);
+        SelectMeasurable(*input, options_.filter, nullptr, &session_);
     if (!taken.ok()) return session_.FailUsage(taken.status());
     client_ = session_.ConnectOrFail();
     if (client_ == nullptr) return;
@@ -164,6 +164,7 @@ class Reporter {
     session_.Print(absl::StrCat(CountText(tensors_.size()),
                                 " tensors, written to ",
                                 Printable(options_.output.path), "\n"));
+    PrintNotes(notes_, &session_);
     for (const std::string& error : errors_) session_.PrintError(error);
   }
 
@@ -241,8 +242,16 @@ class Reporter {
       }
       candidates[i] = {{"sqnr_db", Number(candidate.metrics.sqnr_db())},
                        {"size_bytes", candidate.size_bytes}};
+      if (candidate.metrics.count() == 0) candidates[i]["unmeasured"] = true;
     }
     const v1::TensorStatistics& statistics = measured.statistics;
+    const uint64_t not_finite = NonFiniteCount(statistics);
+    if (not_finite > 0) {
+      notes_.push_back(absl::StrCat("quantctl: tensor ", name, ": ",
+                                    CountText(not_finite),
+                                    " elements are not finite, and not "
+                                    "measured"));
+    }
     tensors_.push_back({{"name", name},
                         {"count", statistics.count()},
                         {"zero_count", statistics.zero_count()},
@@ -407,6 +416,7 @@ class Reporter {
   Json mixture_;
   Json tensors_ = Json::array();
   std::vector<std::string> errors_;
+  std::vector<std::string> notes_;
 };
 
 }  // namespace

@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -164,6 +166,34 @@ absl::StatusOr<Tensors> SelectTensors(
         "expected tensors ", kind, ", got none among ", all.size(), hint));
   }
   return taken;
+}
+
+absl::StatusOr<Tensors> SelectMeasurable(const TensorInput& input,
+                                         const TensorFilter& filter,
+                                         const SpecSet* specs,
+                                         Session* session) {
+  absl::StatusOr<Tensors> taken = SelectTensors({&input}, filter, specs);
+  if (!taken.ok()) return taken;
+  std::vector<std::string> left_out;
+  Tensors measurable;
+  for (const files::FileTensor* const tensor : *taken) {
+    if (absl::c_linear_search(tensor->shape, 0)) {
+      left_out.push_back(tensor->name);
+    } else {
+      measurable.push_back(tensor);
+    }
+  }
+  if (measurable.empty()) {
+    return ArgumentInvalidError(
+        absl::StrCat("expected tensors with elements, got none among ",
+                     taken->size(), ", such as ", taken->front()->name));
+  }
+  if (!left_out.empty() && !session->quiet) {
+    session->PrintError(
+        absl::StrCat("quantctl: left out, as they have no elements: ",
+                     NamesText(std::move(left_out))));
+  }
+  return measurable;
 }
 
 absl::Status CheckStoredPatterns(const char* option,

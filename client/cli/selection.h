@@ -26,6 +26,13 @@ absl::StatusOr<std::vector<const files::FileTensor*>> SelectTensors(
     const std::vector<const TensorInput*>& inputs, const TensorFilter& filter,
     const SpecSet* specs);
 
+// The same of one input, without the tensors that have no elements: there is
+// nothing to measure. Says which they are.
+// Errors: also ARGUMENT_INVALID when none is left.
+absl::StatusOr<std::vector<const files::FileTensor*>> SelectMeasurable(
+    const TensorInput& input, const TensorFilter& filter, const SpecSet* specs,
+    Session* session);
+
 enum class Stored { kStatistics, kEncodings };
 
 // What patterns do that match one name: each of them selects it, or the first

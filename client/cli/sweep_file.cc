@@ -59,7 +59,7 @@ class FileSweeper {
     if (!status.ok()) return FailEarly(status, &session_);
     ReportUnread(*input, options_.filter, &session_);
     const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
-        SelectTensors({&*input}, options_.filter, nullptr);
+        SelectMeasurable(*input, options_.filter, nullptr, &session_);
     if (!taken.ok()) return session_.FailUsage(taken.status());
     const absl::StatusOr<std::vector<TieGroup>> ties =
         FindFileTies(options_.ties, /*matters=*/true, *taken);
@@ -155,13 +155,16 @@ class FileSweeper {
         json.update(Json{{"sqnr_db", metrics.sqnr_db()},
                          {"max_absolute_error", metrics.max_absolute_error()},
                          {"mean_squared_error", metrics.mean_squared_error()},
+                         {"count", metrics.count()},
                          {"non_finite_count", metrics.non_finite_count()},
                          {"clipped_low_count", metrics.clipped_low_count()},
                          {"clipped_high_count", metrics.clipped_high_count()},
                          {"noise_to_signal", candidate.noise_to_signal},
                          {"size_bytes", candidate.size_bytes}});
-        row.push_back(DecibelText(candidate.metrics.sqnr_db()));
-        row.push_back(NumberText(candidate.metrics.max_absolute_error()));
+        row.push_back(DecibelText(metrics.sqnr_db()));
+        row.push_back(metrics.count() == 0
+                          ? kNotMeasured
+                          : NumberText(metrics.max_absolute_error()));
         row.push_back(BytesCell(candidate.size_bytes));
       }
       candidates.push_back(std::move(json));

@@ -1,5 +1,6 @@
 #include "client/cli/sweep_output.h"
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -128,6 +129,7 @@ std::vector<v1::SweepTotal> TotalsOf(const std::vector<MeasuredTensor>& tensors,
   for (size_t i = 0; i < spec_count; ++i) {
     v1::SweepTotal& total = totals[i];
     total.set_spec_index(static_cast<uint32_t>(i));
+    total.set_min_sqnr_db(std::numeric_limits<double>::quiet_NaN());
     for (const MeasuredTensor& tensor : tensors) {
       const MeasuredCandidate& candidate = tensor.candidates[i];
       if (!candidate.status.ok()) {
@@ -138,6 +140,8 @@ std::vector<v1::SweepTotal> TotalsOf(const std::vector<MeasuredTensor>& tensors,
       total.set_noise_to_signal_sum(total.noise_to_signal_sum() +
                                     candidate.noise_to_signal);
       const double sqnr_db = SqnrDb(candidate);
+      // Without finite elements.
+      if (std::isnan(sqnr_db)) continue;
       if (total.min_sqnr_tensor().empty() || sqnr_db < total.min_sqnr_db()) {
         total.set_min_sqnr_db(sqnr_db);
         total.set_min_sqnr_tensor(tensor.tensor->name);

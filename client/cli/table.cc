@@ -216,7 +216,8 @@ std::string NumberText(double value) {
 }
 
 std::string DecibelText(double value) {
-  if (std::isnan(value) || std::isinf(value)) return NumberText(value);
+  if (std::isnan(value)) return kNotMeasured;
+  if (std::isinf(value)) return NumberText(value);
   return absl::StrFormat("%.2f", value);
 }
 

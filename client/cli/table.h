@@ -76,7 +76,10 @@ std::string NumberText(double value);
 // "45 s", "3 min 20 s", "2 h 5 min".
 std::string DurationText(double seconds);
 
-// Two decimals for decibels: "41.27", "inf".
+// In place of an error over no elements.
+constexpr char kNotMeasured[] = "n/a";
+
+// Two decimals for decibels: "41.27", "inf"; kNotMeasured for NaN.
 std::string DecibelText(double value);
 
 }  // namespace quantd::cli

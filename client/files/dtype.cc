@@ -37,6 +37,20 @@ int64_t SizeBits(Dtype dtype) {
   return kRows[static_cast<int>(dtype)].size_bits;
 }
 
+// Elements whose bits but for the sign are these.
+template <typename Bits>
+uint64_t CountMagnitudes(absl::Span<const uint8_t> data, Bits magnitude) {
+  constexpr auto kAllButSign =
+      static_cast<Bits>(std::numeric_limits<Bits>::max() >> 1);
+  uint64_t count = 0;
+  for (size_t i = 0; i + sizeof(Bits) <= data.size(); i += sizeof(Bits)) {
+    Bits bits = 0;
+    std::memcpy(&bits, data.data() + i, sizeof(bits));
+    count += (bits & kAllButSign) == magnitude ? 1 : 0;
+  }
+  return count;
+}
+
 }  // namespace
 
 int64_t DtypeSizeBytes(Dtype dtype) { return (SizeBits(dtype) + 7) / 8; }
@@ -131,6 +145,32 @@ std::vector<uint8_t> Widen(Dtype from, absl::Span<const uint8_t> data,
     }
   }
   return wide;
+}
+
+uint64_t CountInfinities(Dtype dtype, absl::Span<const uint8_t> data) {
+  switch (dtype) {
+    case Dtype::kF16:
+      return CountMagnitudes<uint16_t>(data, 0x7C00);
+    case Dtype::kBF16:
+      return CountMagnitudes<uint16_t>(data, 0x7F80);
+    case Dtype::kF64:
+      return CountMagnitudes<uint64_t>(data, uint64_t{0x7FF} << 52);
+    default:
+      return CountMagnitudes<uint32_t>(data, uint32_t{0xFF} << 23);
+  }
+}
+
+double LargestNumber(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kF16:
+      return kMostHalf;
+    case Dtype::kBF16:
+      return 0x1.FEp127;
+    case Dtype::kF64:
+      return std::numeric_limits<double>::max();
+    default:
+      return std::numeric_limits<float>::max();
+  }
 }
 
 }  // namespace quantd::files

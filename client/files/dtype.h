@@ -63,6 +63,12 @@ uint16_t NearestHalf(float value);
 std::vector<uint8_t> Widen(Dtype from, absl::Span<const uint8_t> data,
                            Dtype to);
 
+// How many elements of kF16, kBF16, kF32 or kF64 are infinite.
+// Requires: `data` are whole elements.
+uint64_t CountInfinities(Dtype dtype, absl::Span<const uint8_t> data);
+// The largest number of such a type.
+double LargestNumber(Dtype dtype);
+
 }  // namespace quantd::files
 
 #endif  // QUANTD_CLIENT_FILES_DTYPE_H_

@@ -27,7 +27,8 @@ struct MeasuredCandidate {
   v1::ErrorMetrics metrics;
   // Of codes and scales.
   uint64_t size_bytes = 0;
-  // sum e^2 / sum x^2; infinity where finite elements came back as others.
+  // sum e^2 / sum x^2; infinity where finite elements came back as others, 0
+  // where none are finite.
   double noise_to_signal = 0;
 };
 

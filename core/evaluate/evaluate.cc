@@ -789,9 +789,13 @@ double ErrorSums::MeanRelativeError() const {
   return count == 0 ? 0 : relative_error / static_cast<double>(count);
 }
 
-double ErrorSums::SqnrDb() const { return Decibels(signal, squared_error); }
+double ErrorSums::SqnrDb() const {
+  return count == 0 ? std::numeric_limits<double>::quiet_NaN()
+                    : Decibels(signal, squared_error);
+}
 
 double ErrorSums::CosineSimilarity() const {
+  if (count == 0) return std::numeric_limits<double>::quiet_NaN();
   if (signal == 0 && reconstructed == 0) return 1;
   if (signal == 0 || reconstructed == 0) return 0;
   // The roots apart: the product of the sums could overflow.

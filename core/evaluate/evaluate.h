@@ -47,8 +47,9 @@ struct ErrorSums {
   double MeanSquaredError() const;   // 0 when count is 0
   double MeanAbsoluteError() const;  // 0 when count is 0
   double MeanRelativeError() const;  // 0 when count is 0
-  double SqnrDb() const;             // +Inf when squared_error is 0
-  double CosineSimilarity() const;   // 1 when both are zero, 0 when one is
+  // NaN when count is 0.
+  double SqnrDb() const;            // +Inf when squared_error is 0
+  double CosineSimilarity() const;  // 1 when both are zero, 0 when one is
 };
 
 // What codes stand for, made ready for the kernels.

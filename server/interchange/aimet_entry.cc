@@ -43,17 +43,18 @@ struct AimetIntegers {
   std::vector<double> max;
 };
 
-// Sets min and max to the reals of codes `low` and `high`.
+// Sets min and max to the reals of codes `low` and `high`, in float32 as AIMET
+// computes them.
 void SetRange(const core::Encoding& encoding, int32_t low, int32_t high,
               AimetIntegers* integers) {
   integers->min.clear();
   integers->max.clear();
   for (size_t i = 0; i < encoding.scale.size(); ++i) {
-    const double scale = encoding.scale[i];
+    const float scale = encoding.scale[i];
     const double zero_point =
         core::ZeroPointAt(encoding, static_cast<int64_t>(i));
-    integers->min.push_back((low - zero_point) * scale);
-    integers->max.push_back((high - zero_point) * scale);
+    integers->min.push_back(static_cast<float>(low - zero_point) * scale);
+    integers->max.push_back(static_cast<float>(high - zero_point) * scale);
   }
 }
 
@@ -296,12 +297,11 @@ class Aimet100Format final : public EntryFormat {
     absl::Status status = CheckIsInteger(encoding, "AIMET 1.0.0");
     if (!status.ok()) return status;
     AimetIntegers integers = ToAimet(encoding);
+    const std::vector<double> shift = TakeShift(&integers);
     *entry = {{"name", tensor},          {"dtype", "INT"},
               {"bw", integers.bits},     {"is_sym", integers.is_symmetric},
               {"scale", integers.scale}, {"offset", integers.offset}};
-    if (encoding.zero_points_are_real) {
-      (*entry)["offset"] = integers.real_offset;
-    }
+    if (!shift.empty()) (*entry)["zero_point_shift"] = shift;
     const core::FormatInfo& info = *core::FindFormat(encoding.format);
     if (encoding.qmin != info.qmin || encoding.qmax != info.qmax) {
       SetRange(encoding, encoding.qmin, encoding.qmax, &integers);
@@ -319,7 +319,8 @@ class Aimet100Format final : public EntryFormat {
       if (!status.ok()) return status;
       (*entry)["enc_type"] = "PER_BLOCK";
       (*entry)["block_size"] = encoding.block_size[block];
-      for (const char* key : {"scale", "offset", "min", "max"}) {
+      for (const char* key :
+           {"scale", "offset", "zero_point_shift", "min", "max"}) {
         if (entry->contains(key)) {
           (*entry)[key] =
               ChannelsFirst((*entry)[key], encoding, channel, block);
@@ -380,6 +381,19 @@ class Aimet100Format final : public EntryFormat {
   }
 
  private:
+  // Makes offsets of real ones; what is missing then, at least 0 and less than
+  // 1, is returned. Empty where there are none.
+  static std::vector<double> TakeShift(AimetIntegers* integers) {
+    std::vector<double> shift;
+    for (const double offset : integers->real_offset) {
+      const double whole = std::floor(offset);
+      integers->offset.push_back(static_cast<int64_t>(whole));
+      shift.push_back(offset - whole);
+    }
+    integers->real_offset.clear();
+    return shift;
+  }
+
   // Offsets, and the shift that comes on top. Where one of the sums is between
   // codes, all are real.
   static void ReadOffsets(ObjectReader* reader, AimetIntegers* integers) {

@@ -83,9 +83,12 @@ class BufferedQuantizeJob : public TensorJob {
 
  protected:
   // `buffered_bytes`  of the tensor in the form that is held.
+  // `leased_bytes`    what is leased for the tensor besides.
   BufferedQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
-                      int64_t buffered_bytes)
-      : env_(env), task_(std::move(task)), buffer_(env, buffered_bytes) {
+                      int64_t buffered_bytes, int64_t leased_bytes)
+      : env_(env),
+        task_(std::move(task)),
+        buffer_(env, buffered_bytes, leased_bytes) {
     frame_.end_bytes = SizeBytes();
     frame_.unit_bytes = core::ElementSizeBytes(task_.description.element_type);
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -249,8 +250,13 @@ class CompensatedQuantizeJob final : public HeldQuantizeJob {
       return status;
     };
     if (absl::Status s = ForEachBand(round); !s.ok()) return s;
+    const bool has_finite =
+        counts_.nan + counts_.positive_infinity + counts_.negative_infinity <
+        counts_.total;
     output_noise_.set_noise_to_signal(
-        core::NoiseToSignal(std::max(noise, 0.0) / input_rows, *signal));
+        has_finite
+            ? core::NoiseToSignal(std::max(noise, 0.0) / input_rows, *signal)
+            : std::numeric_limits<double>::quiet_NaN());
     return absl::OkStatus();
   }
 

@@ -310,7 +310,8 @@ class EvaluateJob final : public TensorJob {
       finish_is_long_ |= TakesLong(candidate.spec->spec, scale_count,
                                    task_.description.element_count);
       if (buffer_ == nullptr) {
-        buffer_ = std::make_unique<TensorBuffer>(env_, frame_.end_bytes);
+        buffer_ = std::make_unique<TensorBuffer>(env_, frame_.end_bytes,
+                                                 LeasedBytes());
       }
     }
     constexpr int64_t kFewElements = int64_t{1} << 18;
@@ -320,7 +321,8 @@ class EvaluateJob final : public TensorJob {
     search_time_ += meter_->Time(static_cast<int64_t>(candidates_.size()));
     finish_is_long_ = true;
     if (buffer_ == nullptr) {
-      buffer_ = std::make_unique<TensorBuffer>(env_, frame_.end_bytes);
+      buffer_ =
+          std::make_unique<TensorBuffer>(env_, frame_.end_bytes, LeasedBytes());
     }
   }
 
@@ -495,6 +497,14 @@ class EvaluateJob final : public TensorJob {
   }
 
  private:
+  int64_t LeasedBytes() const {
+    int64_t bytes = lease_.bytes();
+    for (const auto& accumulator : accumulators_) {
+      bytes += accumulator->leased_bytes();
+    }
+    return bytes;
+  }
+
   // Begins to find the scales of a spec that needs no held tensor.
   void StartLocal(Candidate& candidate) {
     ResolvedEncoding& resolved = candidate.resolved;

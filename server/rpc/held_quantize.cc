@@ -51,7 +51,8 @@ HeldQuantizeJob::HeldQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
     : BufferedQuantizeJob(
           env, task,
           task.description.element_count *
-              core::ElementSizeBytes(task.description.element_type)),
+              core::ElementSizeBytes(task.description.element_type),
+          accumulator == nullptr ? 0 : accumulator->leased_bytes()),
       spec_(std::move(spec)),
       accumulator_(std::move(accumulator)) {
   frame_.granule_bytes = frame_.unit_bytes;

@@ -259,7 +259,8 @@ class BlockQuantizeJob final : public BufferedQuantizeJob {
                    const CodeGeometry& geometry, int64_t quantum_bytes,
                    std::unique_ptr<core::BlockQuantizer> quantizer,
                    MemoryBudget::Lease lease)
-      : BufferedQuantizeJob(env, std::move(task), geometry.codes_size_bytes()),
+      : BufferedQuantizeJob(env, std::move(task), geometry.codes_size_bytes(),
+                            lease.bytes()),
         spec_(std::move(spec)),
         geometry_(geometry),
         lease_(std::move(lease)),

@@ -45,6 +45,8 @@ class TensorAccumulator {
     return layout_;
   }
   const core::TensorStatistics& statistics() const { return statistics_; }
+  // What there was room for.
+  int64_t leased_bytes() const { return lease_.bytes(); }
   // Moves the statistics out; what they take stays charged.
   core::TensorStatistics Take() { return std::move(statistics_); }
 

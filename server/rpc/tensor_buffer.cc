@@ -15,14 +15,16 @@
 
 namespace quantd::server {
 
-TensorBuffer::TensorBuffer(const RpcEnvironment& env, int64_t total_bytes)
-    : env_(env), total_bytes_(total_bytes) {}
+TensorBuffer::TensorBuffer(const RpcEnvironment& env, int64_t total_bytes,
+                           int64_t beside_bytes)
+    : env_(env), total_bytes_(total_bytes), beside_bytes_(beside_bytes) {}
 
 absl::Status TensorBuffer::Reserve(int64_t bytes) {
   constexpr absl::string_view kWayOut =
-      "calibrate the tensor first, then name its encoding";
-  // Before most of it was sent for nothing.
-  if (total_bytes_ > env_.budget->total_bytes()) {
+      "calibrate the tensor first, then name its encoding; where its blocks "
+      "are too small for that, take min-max or larger blocks";
+  // Before most of it was sent for nothing, and sent again.
+  if (total_bytes_ > env_.budget->total_bytes() - beside_bytes_) {
     return core::MemoryBudgetError(env_.budget->total_bytes(), kWayOut,
                                    absl::ZeroDuration());
   }

@@ -23,8 +23,9 @@ class TensorBuffer {
  public:
   static constexpr int64_t kBlockBytes = int64_t{1} << 20;
 
-  // Of a tensor of `total_bytes`.
-  TensorBuffer(const RpcEnvironment& env, int64_t total_bytes);
+  // Of a tensor of `total_bytes`, for which `beside_bytes` are leased besides.
+  TensorBuffer(const RpcEnvironment& env, int64_t total_bytes,
+               int64_t beside_bytes);
 
   // Charges the budget with room for `bytes` more. May be tried again.
   // Errors: MEMORY_BUDGET.
@@ -48,6 +49,7 @@ class TensorBuffer {
  private:
   const RpcEnvironment& env_;
   const int64_t total_bytes_;
+  const int64_t beside_bytes_;
   int64_t size_bytes_ = 0;
   MemoryBudget::Lease lease_;
   std::vector<std::unique_ptr<uint8_t[]>> blocks_;

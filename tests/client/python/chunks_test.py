@@ -2,7 +2,9 @@
 quantd."""
 
 import concurrent.futures
+import dataclasses
 import threading
+import warnings
 
 import grpc
 import numpy as np
@@ -191,6 +193,31 @@ def test_ResultsDequantizeHereAsTheServerDoes(client, name):
                               for bits in (want, here))
             np.testing.assert_array_equal(here, want)
             assert got.scale is got.encoding.scale
+
+
+@pytest.mark.parametrize("element_type,largest,most", [
+    ("float16", 65600, "65504"), ("bfloat16", 3.4e38, "3.39e+38")])
+def test_InfinitiesOfNarrowTypesAreWarnedOf(client, element_type, largest,
+                                            most):
+    x = np.full((2, 4), largest, np.float32)
+    x[0, 0] = 1
+    wide = client.quantize(x, "int8", name=quantd.TensorName("m", "w"))
+    narrow = dataclasses.replace(wide, element_type=element_type)
+    for call in (narrow.dequantize, lambda: client.dequantize(narrow),
+                 lambda: client.dequantize(wide, element_type=element_type),
+                 lambda: list(client.dequantize_many([narrow])),
+                 lambda: list(client.dequantize_chunks(
+                     [wide.codes], wide.encoding, shape=(2, 4),
+                     element_type=element_type, name=wide.name))):
+        with pytest.warns(RuntimeWarning) as told:
+            call()
+        assert [str(one.message) for one in told] == [
+            f"quantd: tensor 'w': 7 elements are infinite: {element_type} has "
+            f"at most {most} in magnitude"]
+    small = client.quantize(x / 4, "int8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        client.dequantize(small, element_type=element_type)
 
 
 def test_WithoutAnEncodingNothingIsDequantizedHere(client):

@@ -766,3 +766,28 @@ def test_ATensorThatTheServerCannotHoldIsCalibratedFirst(
                                               expected.codes)
         stored = limited.get_encoding(quantd.TensorName("large", "large"))
         np.testing.assert_array_equal(stored.encoding.scale, scale)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".gguf"])
+def test_ASourceThatIsCutShortIsAnError(tmp_path, client, monkeypatch, suffix):
+    source, target = tmp_path / ("x" + suffix), tmp_path / "y.safetensors"
+    weight = np.random.default_rng(3).standard_normal((64, 256), np.float32)
+    read = _files.FileBytes.read
+
+    def cut(self, tensor=""):
+        os.truncate(source, 4096)
+        return read(self, tensor)
+
+    for call in (lambda: quantd.quantize_model(source, target, "int8",
+                                               client=client, keep_going=True),
+                 lambda: quantd.sweep_model(source, "int8", client=client)):
+        quantd.save(source, {"a.weight": weight, "b.weight": weight},
+                    overwrite=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(_files.FileBytes, "read", cut)
+            with pytest.raises(quantd.QuantdError) as caught:
+                call()
+        assert caught.value.reason == "FILE_CHANGED"
+        assert str(source) in str(caught.value)
+        assert ".weight'" in str(caught.value)
+        assert not target.exists()

@@ -148,6 +148,20 @@ def test_the_error_at_the_output_is_the_services(quantctl, client, digits):
     assert "OUTPUT DB" not in quantctl("evaluate", WEIGHTS, "--spec", "int4")
 
 
+def test_without_finite_elements_there_is_no_error_at_the_output(
+        tmp_path, quantctl, digits):
+    source = tmp_path / "x.safetensors"
+    quantd.save(source, {
+        "fc1.weight": np.full_like(digits["fc1.weight"], np.nan)})
+    flags = "evaluate", source, "--inputs", "features/digits"
+    ((found,),) = [tensor["candidates"] for tensor in quantctl(
+        *flags, "--json")["tensors"]]
+    assert found["output_noise"] == {"noise_to_signal": None, "sqnr_db": None,
+                                     "source": "gram"}
+    # At the weight, at the output, and the largest.
+    assert quantctl(*flags).count("n/a") == 3
+
+
 def test_inputs_that_are_not_there_are_told(tmp_path, quantctl, digits):
     del digits
     flags = ("evaluate", WEIGHTS, "--spec", "int4")

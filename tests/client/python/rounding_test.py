@@ -306,3 +306,14 @@ def test_inputs_that_the_steps_limited_are_told(client):
     assert rounded.summary.output_noise.clipped_input_count == 3
     measured, = client.evaluate(weight, ["int4:per-channel"], inputs=name)
     assert measured.output_noise.clipped_input_count == 3
+
+
+def test_the_noise_of_nothing_is_not_a_number(client):
+    name = quantd.TensorName("nothing", "x")
+    client.calibrate(np.eye(4, dtype=np.float32), name,
+                     contribution=contribution())
+    rounded = client.quantize(np.full((2, 4), np.nan, np.float32),
+                              quantd.Encoding("int8", [1.]),
+                              rounding=quantd.Rounding(name))
+    noise = rounded.summary.output_noise
+    assert np.isnan(noise.noise_to_signal) and np.isnan(noise.sqnr_db)

@@ -231,6 +231,71 @@ def test_OneSpecThatFailsLeavesTheOthers(tmp_path, client):
             ("int8", None), ("lpbq", None), ("codebook4", "CODEBOOK_INVALID")]
 
 
+def test_WithoutFiniteElementsThereIsNoError(tmp_path, client, quantctl):
+    source = tmp_path / "x.safetensors"
+    weight = np.random.default_rng(1).standard_normal((4, 64), np.float32)
+    quantd.save(source, {"a": weight, "n": np.full_like(weight, np.nan)})
+    specs = ["int8", "int4:group:32"]
+    sweep = quantd.sweep_model(source, specs, client=client,
+                               max_bits_per_element=7)
+    for item in sweep.tensors[1].candidates:
+        assert (item.metrics.count, item.noise_to_signal) == (0, 0)
+        assert math.isnan(item.metrics.sqnr_db)
+    assert [total.min_sqnr_tensor for total in sweep.totals] == ["a", "a"]
+    assert set(sweep.mixtures[0].specs) == {"a", "n"}
+    nothing = quantd.sweep_model(source, specs, client=client, include=["n"])
+    assert all(math.isnan(total.min_sqnr_db) for total in nothing.totals)
+    words = [word for spec in specs for word in ("--spec", spec)]
+    for command in (("sweep", "--max-bits-per-element", 7), ("evaluate",)):
+        document = quantctl(command[0], source, *words, *command[1:], "--json")
+        for item in document["tensors"][1]["candidates"]:
+            assert (item["sqnr_db"], item["count"]) == (None, 0)
+        said = quantctl(command[0], source, *words, *command[1:])
+        assert said.count("n/a") == 4 and "inf" not in said.replace(
+            "not finite", "")
+        assert "tensor n: 256 elements are not finite" in said
+    said = quantctl("report", source, *words, "-o", tmp_path / "x.html")
+    assert "tensor n: 256 elements are not finite" in said
+    assert '"unmeasured":true' in (tmp_path / "x.html").read_text()
+    said = quantctl("quantize", source, "-o", tmp_path / "y.safetensors",
+                    "--evaluate")
+    assert said.count("n/a") == 2
+
+
+def test_TensorsWithoutElementsAreLeftOut(tmp_path, client, quantctl):
+    source = tmp_path / "x.safetensors"
+    weight = np.random.default_rng(1).standard_normal((4, 64), np.float32)
+    quantd.save(source, {"a": weight, "none": np.empty((0, 64), np.float32),
+                         "b": np.empty((4, 0), np.float32)})
+    with pytest.warns(RuntimeWarning) as told:
+        sweep = quantd.sweep_model(source, ["int8", "nvfp4"], client=client,
+                                   max_bits_per_element=9)
+    assert [str(one.message) for one in told] == [
+        f"quantd: tensor {name!r} has no elements: it is left out"
+        for name in ("none", "b")]
+    assert sweep.mixtures[0].target_met
+    assert [tensor.name for tensor in sweep.tensors] == ["a"]
+    for command in (("sweep", "--max-bits-per-element", 9, "-o",
+                     tmp_path / "mixture.txt"),
+                    ("evaluate",), ("calibrate", "--no-store"),
+                    ("report", "-o", tmp_path / "x.html")):
+        said = quantctl(command[0], source, "--spec", "int8:per-channel",
+                        *command[1:])
+        assert "left out, as they have no elements: none, b\n" in said
+    assert (tmp_path / "mixture.txt").read_text() == (
+        "a=int8:per-channel\n")
+    # Whoever has seen nothing of a tensor is a source all the same.
+    counted = quantctl("calibrate", source, "--model", "none", "--source", "s",
+                       "--sequence", 1, "--json")
+    assert [tensor["contribution"]["sequence"]
+            for tensor in counted["tensors"]] == [1, 1, 1]
+    with pytest.raises(quantd.QuantdError) as caught, pytest.warns():
+        quantd.sweep_model(source, "int8", client=client, exclude=["a"])
+    assert caught.value.reason == "ARGUMENT_INVALID"
+    assert "expected tensors with elements" in quantctl(
+        "evaluate", source, "--exclude", "a", code=2)
+
+
 def test_ATensorThatTheServerCannotHoldIsCalibratedFirst(
         request, tmp_path, client, small_server, limited):
     source = tmp_path / "x.safetensors"
@@ -276,3 +341,16 @@ def test_DataGoUpOnceToAServerThatHoldsNone(tmp_path, small_server, limited):
     with pytest.raises(quantd.QuantdError) as caught:
         limited.evaluate(weight, "nvfp4:mse")
     assert caught.value.reason == "MEMORY_BUDGET"
+
+
+def test_WhatDoesNotFitByItselfIsNotTriedAgain(limited):
+    # Less than the budget, but not beside the scales.
+    weight = np.random.default_rng(0).standard_normal((3600, 2048), np.float32)
+    assert weight.nbytes < 32 << 20
+    for call in (limited.quantize, limited.evaluate):
+        with pytest.raises(quantd.QuantdError) as caught:
+            call(weight, "nvfp4:mse")
+        assert caught.value.reason == "MEMORY_BUDGET"
+        assert caught.value.retry_after is None
+        assert "is too small" in str(caught.value)
+    assert "take min-max or larger blocks" in str(caught.value)

@@ -127,6 +127,37 @@ def test_SqnrIsThatOfTheService(client):
         0].sqnr_db == math.inf
 
 
+def test_WhatIsNotFiniteIsWarnedOf(client):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2),
+                                torch.nn.Linear(2, 2)).half()
+    with torch.no_grad():
+        model[0].weight[1, :3] = torch.tensor([math.nan, math.nan, -math.inf])
+        model[1].weight.fill_(math.nan)
+        # With a scale that is a power of two, 127 steps are more than that.
+        model[2].weight.fill_(65504)
+    with pytest.warns(RuntimeWarning) as told:
+        done = quantd.torch.quantize_(
+            model, {"2*": "int8:power-of-two:scale=float16", "*": "int8"},
+            client=client)
+    assert [str(one.message) for one in told] == [
+        "quantd: tensor '0.weight' has 2 NaN and 1 infinities",
+        "quantd: tensor '1.weight' has 8 NaN and 0 infinities",
+        "quantd: tensor '2.weight': 4 elements are infinite: their type is "
+        "too narrow for what the codes stand for"]
+    first, second, third = done.replaced
+    assert (first.nan_count, first.infinity_count) == (2, 1)
+    assert math.isfinite(first.sqnr_db)
+    assert second.nan_count == 8 and math.isnan(second.sqnr_db)
+    assert (third.infinity_count, third.overflow_count) == (0, 4)
+    other = torch.nn.Linear(4, 4)
+    with pytest.raises(quantd.QuantdError) as caught:
+        with torch.no_grad():
+            other.weight[0, 0] = math.nan
+        quantd.torch.quantize_(other, "int8", client=client,
+                               nan_policy="reject")
+    assert caught.value.reason == "NON_FINITE_REJECTED"
+
+
 def test_StateAndTypeMoveAsTheyShould(client, tmp_path):
     model, other = Layers(), Layers()
     quantd.torch.quantize_(model, "int4:group:16:asymmetric", client=client)

@@ -676,6 +676,9 @@ TEST(EvaluateTest, RatiosOfNothingAreDefined) {
   EXPECT_EQ(sums.MeanSquaredError(), 0);
   EXPECT_EQ(sums.MeanAbsoluteError(), 0);
   EXPECT_EQ(sums.MeanRelativeError(), 0);
+  EXPECT_TRUE(std::isnan(sums.SqnrDb()));
+  EXPECT_TRUE(std::isnan(sums.CosineSimilarity()));
+  sums.count = 1;
   EXPECT_EQ(sums.SqnrDb(), std::numeric_limits<double>::infinity());
   EXPECT_EQ(sums.CosineSimilarity(), 1);
   sums.signal = 1;

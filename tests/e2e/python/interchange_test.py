@@ -1249,6 +1249,82 @@ class OnnxTest(InterchangeCase):
                 self.assertEqual(report["bias_count"], 0)
                 np.testing.assert_array_equal(arrays["b"], bias)
 
+    def test_ScalesAreRaisedWhereABiasWouldFillInt32(self):
+        self.encode("dead", {"name": "x", "format": "uint8", "scale": [0.5],
+                             "zero_point": [128]},
+                    {"name": "fc.weight", "format": "int8",
+                     "scale": [1e-9, 0.25, 3e-9], "block_size": [1, 0],
+                     "scale_shape": [3, 1]},
+                    {"name": "one.weight", "format": "int8", "scale": [1e-9]})
+        rng = np.random.default_rng(1)
+        x = rng.integers(-9, 9, (2, 4)).astype(np.float32) / 2
+        bias = np.array([3, -1.3, 0], np.float32)
+
+        def layer(*inputs, **attributes):
+            return [helper.make_node("Gemm", inputs, ["y"], "/fc/Gemm",
+                                     **attributes)]
+
+        product = [helper.make_node("MatMul", ["x", "W"], ["p"], "/fc/MatMul"),
+                   helper.make_node("Add", ["p", "b"], ["y"], "/fc/Add")]
+        for nodes, initializer, name in (
+                (layer("x", "fc.weight", "b", transB=1), "fc.weight",
+                 "fc.weight"),
+                (product, "W", "fc.weight"),
+                (layer("x", "one.weight", "b", transB=1), "one.weight",
+                 "one.weight")):
+            with self.subTest(nodes=nodes):
+                is_single = name == "one.weight"
+                scale = np.array([[1e-9]] if is_single else
+                                 [[1e-9], [.25], [3e-9]], np.float32)
+                weight = (rng.integers(-100, 100, (3, 4)) * scale).astype(
+                    np.float32)
+                turned = weight.T if initializer == "W" else weight
+                self.save(nodes, [("x", TensorProto.FLOAT, [2, 4])],
+                          [("y", TensorProto.FLOAT, [2, 3])],
+                          [numpy_helper.from_array(
+                              np.ascontiguousarray(turned), initializer),
+                           numpy_helper.from_array(bias, "b")])
+                report, model, arrays = self.biases("dead", "--include", "x",
+                                                    "--include", name)
+                # 3 / (1e-9 * 0.5) is 5.6 times 2^30.
+                scale[0] *= 8
+                np.testing.assert_array_equal(
+                    arrays[initializer + "_scale"], scale.squeeze())
+                codes = np.rint(weight / scale).astype(np.int8)
+                np.testing.assert_array_equal(
+                    arrays[initializer + "_quantized"],
+                    codes.T if initializer == "W" else codes)
+                self.assertEqual(report["bias_count"], 1)
+                self.assertLess(np.abs(arrays["b_quantized"]).max(), 1 << 30)
+                ((tensor, what),) = [(loss["tensor"], loss["what"])
+                                     for loss in report["losses"]]
+                self.assertEqual(tensor, name)
+                self.assertIn(f"scale: 1 of {scale.size} are larger", what)
+                y = onnx_run.run_in_numpy(model, {"x": x})["y"]
+                np.testing.assert_allclose(y, x @ (codes * scale).T + bias,
+                                           atol=0.5 * scale.max() + 1e-6)
+                report, _, arrays = self.biases("dead", "--float-biases",
+                                                "--include", "x", "--include",
+                                                name)
+                self.assertEqual(report["losses"], [])
+                self.assertLess(arrays[initializer + "_scale"].min(), 2e-9)
+
+    def test_WeightsThatAreNotFiniteAreTold(self):
+        self.encode("nan", {"name": "a", "format": "int8", "scale": [0.5]},
+                    {"name": "b", "format": "int8", "scale": [0.5]})
+        plain = np.ones((20, 20), np.float32)
+        odd = plain.copy()
+        odd[0, :3] = np.nan, -np.inf, np.nan
+        self.save([helper.make_node("Add", ["a", "b"], ["y"])], [],
+                  [("y", TensorProto.FLOAT, [20, 20])],
+                  [numpy_helper.from_array(odd, "a"),
+                   numpy_helper.from_array(plain, "b")])
+        report, _ = self.put_into("nan")
+        self.assertEqual(
+            [(loss["tensor"], loss["what"], loss["left_out"])
+             for loss in report["losses"]],
+            [("a", "the weight has 2 NaN and 1 infinities", False)])
+
     def test_BiasesStayWhereCodesAreNot(self):
         self.encode("stay", {"name": "x", "format": "int8", "scale": [0.5]},
                     {"name": "w", "format": "int8", "scale": [0.5]},
@@ -1350,15 +1426,16 @@ class OnnxTest(InterchangeCase):
         _, _, arrays = self.biases("two")
         np.testing.assert_array_equal(arrays["b"], bias)
 
-    def test_ABiasBeyondInt32IsTold(self):
+    def test_ABiasThatIsNotFiniteStays(self):
         self.encode("beyond", {"name": "x", "format": "int8",
                                "scale": [2.**-20]},
                     {"name": "w", "format": "int8", "scale": [2.**-10]})
         node = helper.make_node("Gemm", ["x", "w", "b"], ["y"], "last",
                                 transB=1)
-        for value, fits in ((1.99, True), (-2., True), (2., False),
-                            (-2.01, False), (np.nan, False), (np.inf, False)):
+        for value, told in ((0.99, None), (1., None), (1.01, "w"), (-2., "w"),
+                            (1e9, "w"), (np.nan, "b"), (np.inf, "b")):
             with self.subTest(value=value):
+                fits = bool(np.isfinite(value))
                 self.save([node], [("x", TensorProto.FLOAT, [2, 2])],
                           [("y", TensorProto.FLOAT, [2, 2])],
                           [numpy_helper.from_array(
@@ -1370,8 +1447,13 @@ class OnnxTest(InterchangeCase):
                 self.assertEqual("b" in arrays, not fits)
                 self.assertEqual([(loss["tensor"], loss["left_out"])
                                   for loss in report["losses"]],
-                                 [] if fits else [("b", False)])
-                if not fits:
+                                 [(told, False)] if told else [])
+                if fits:
+                    np.testing.assert_allclose(
+                        arrays["b_quantized"][1] * float(arrays["b_scale"]),
+                        value, rtol=1e-8)
+                    self.assertLessEqual(arrays["b_quantized"].max(), 1 << 30)
+                else:
                     self.assertIn("element 1, ", report["losses"][0]["what"])
                     self.assertIn("in last", report["losses"][0]["what"])
 

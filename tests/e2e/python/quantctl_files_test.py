@@ -1169,6 +1169,35 @@ class TypesTest(FilesCase):
                     self.assertEqual(
                         [key for key in metadata if "quantctl" in key], [])
 
+    def test_InfinitiesOfATypeThatIsTooNarrowAreTold(self):
+        most = struct.pack("<8e", *[65504] * 8)
+        write_safetensors(self.path("in"), {
+            "w.weight": ("F16", [2, 4], most),
+            "v.weight": ("F16", [2, 4], struct.pack("<8e", *self.VALUES))})
+        # The scale is 1024: 64 steps are more than float16 has.
+        self.run_quantctl("quantize", self.path("in"), "-o", self.path("q"),
+                          "--spec", "int8:power-of-two")
+        told = "tensor w.weight: 8 elements are infinite: F16 has at most 65504"
+        result = self.run_quantctl("dequantize", self.path("q"), "-o",
+                                   self.path("out"))
+        self.assertIn(told, result.stderr)
+        self.assertNotIn("v.weight", result.stderr)
+        self.assertEqual(read_safetensors(self.path("out"))[0]["w.weight"][2],
+                         struct.pack("<8e", *[math.inf] * 8))
+        document = self.json("dequantize", self.path("q"), "-o",
+                             self.path("out"), "--force")
+        self.assertEqual({tensor["name"]: tensor["infinity_count"]
+                          for tensor in document["tensors"]},
+                         {"w.weight": 8, "v.weight": 0})
+        # What is decoded without a server: 448 * 2^120.
+        write_safetensors(self.path("fp8"), {
+            "l.weight": ("F8_E4M3", [1, 4], b"\x7e\x00\x7e\x38"),
+            "l.weight_scale": ("F32", [1], floats(2.**120))})
+        result = self.run_quantctl("dequantize", self.path("fp8"), "-o",
+                                   self.path("reals"))
+        self.assertIn("tensor l.weight: 2 elements are infinite: F32 has",
+                      result.stderr)
+
     def test_AModelOfOthersHasTheTypeOfItsConfiguration(self):
         os.mkdir(self.path("model"))
         write_safetensors(self.path("model/model.safetensors"), {

@@ -347,10 +347,10 @@ TEST(InterchangeTest, Aimet061HasTheScaleInItsRange) {
       const double levels = (1 << entry["bitwidth"].get<int>()) - 1;
       const double range =
           entry["max"].get<double>() - entry["min"].get<double>();
-      EXPECT_EQ(static_cast<float>(range / levels), encoding.scale[i]);
-      // The grid begins where the offset says.
+      EXPECT_NEAR(range / levels, encoding.scale[i], 1e-6 * encoding.scale[i]);
+      // The grid begins where the offset says, in float32 as AIMET has it.
       EXPECT_EQ(entry["min"].get<double>(),
-                entry["offset"].get<double>() * double{encoding.scale[i]});
+                entry["offset"].get<float>() * encoding.scale[i]);
     }
   }
   const std::string losses = Losses(written.losses);
@@ -468,6 +468,28 @@ TEST(InterchangeTest, SaysWhenTheAxisIsOpen) {
             (std::vector<int64_t>{1, 1, 2}));
   hint.block_size = {0, 2, 1};
   EXPECT_THAT(error(hint), HasSubstr("do not fit a block size of [0,2,1]"));
+}
+
+TEST(InterchangeTest, Aimet100SplitsZeroPointsBetweenCodes) {
+  core::Encoding grid = MakeEncoding("int2", {0.5f});
+  grid.zero_points_are_real = true;
+  grid.real_zero_point = {-0.5f};
+  grid.exclude_zero = true;
+  core::Encoding channels = PerChannel("uint8", 2, 0, 3);
+  channels.zero_points_are_real = true;
+  channels.real_zero_point = {0.25f, 3, 254.75f};
+  const Written written =
+      Write(InterchangeFormat::kAimet100,
+            {{"grid.weight", grid}, {"channels.weight", channels}});
+  const auto entries = nlohmann::json::parse(written.text)["param_encodings"];
+  EXPECT_EQ(entries[0]["offset"], nlohmann::json::parse("[-2]"));
+  EXPECT_EQ(entries[0]["zero_point_shift"], nlohmann::json::parse("[0.5]"));
+  EXPECT_EQ(entries[1]["offset"], nlohmann::json::parse("[-1,-3,-255]"));
+  EXPECT_EQ(entries[1]["zero_point_shift"],
+            nlohmann::json::parse("[0.75,0.0,0.25]"));
+  for (const auto& offset : entries[1]["offset"]) {
+    EXPECT_TRUE(offset.is_number_integer()) << offset;
+  }
 }
 
 TEST(InterchangeTest, ReadsStrictSymmetryOfAimet) {
@@ -995,9 +1017,9 @@ nlohmann::json Again(InterchangeFormat format, absl::string_view version,
 TEST(InterchangeTest, RealOffsetsOfAimet100ComeBackAsTheSameJson) {
   const auto entries = nlohmann::json::parse(R"([
       {"name":"grid","dtype":"INT","bw":2,"enc_type":"PER_TENSOR",
-       "is_sym":true,"scale":[2.0],"offset":[-1.5]},
+       "is_sym":true,"scale":[2.0],"offset":[-2],"zero_point_shift":[0.5]},
       {"name":"affine","dtype":"INT","bw":8,"enc_type":"PER_TENSOR",
-       "is_sym":false,"scale":[0.5],"offset":[-3.25]},
+       "is_sym":false,"scale":[0.5],"offset":[-4],"zero_point_shift":[0.75]},
       {"name":"bias","dtype":"INT","bw":32,"enc_type":"PER_TENSOR",
        "is_sym":true,"scale":[0.5],"offset":[-2147483648]}])");
   const absl::StatusOr<ParsedEncodings> parsed = Parse(nlohmann::json{

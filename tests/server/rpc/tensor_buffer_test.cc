@@ -39,7 +39,7 @@ std::vector<uint8_t> Numbered(int64_t size) {
 TEST_F(TensorBufferTest, KeepsBytesInOrderAcrossBlocks) {
   const int64_t total = 2 * kBlock + 100;
   const std::vector<uint8_t> bytes = Numbered(total);
-  TensorBuffer buffer(env_, total);
+  TensorBuffer buffer(env_, total, 0);
   for (int64_t at = 0; at < total;) {
     const int64_t size = std::min<int64_t>(700'001, total - at);
     ASSERT_TRUE(buffer.Reserve(size).ok());
@@ -57,7 +57,7 @@ TEST_F(TensorBufferTest, KeepsBytesInOrderAcrossBlocks) {
 
 TEST_F(TensorBufferTest, ChargesBlocksAsTheyCome) {
   {
-    TensorBuffer buffer(env_, 3 * kBlock / 2);
+    TensorBuffer buffer(env_, 3 * kBlock / 2, 0);
     EXPECT_EQ(budget_.used_bytes(), 0);
     ASSERT_TRUE(buffer.Reserve(1).ok());
     EXPECT_EQ(budget_.used_bytes(), kBlock);
@@ -74,7 +74,7 @@ TEST_F(TensorBufferTest, ChargesBlocksAsTheyCome) {
 TEST_F(TensorBufferTest, SaysWhereThereIsNoRoom) {
   absl::StatusOr<MemoryBudget::Lease> other = budget_.Acquire(kBlock, "wait");
   ASSERT_TRUE(other.ok()) << other.status();
-  TensorBuffer buffer(env_, 4 * kBlock);
+  TensorBuffer buffer(env_, 4 * kBlock, 0);
   EXPECT_TRUE(buffer.Reserve(3 * kBlock).ok());
   const absl::Status status = buffer.Reserve(4 * kBlock);
   EXPECT_EQ(core::ErrorReason(status), "MEMORY_BUDGET");
@@ -84,18 +84,23 @@ TEST_F(TensorBufferTest, SaysWhereThereIsNoRoom) {
 }
 
 TEST_F(TensorBufferTest, TakesNothingOfATensorThatNeverFits) {
-  TensorBuffer buffer(env_, 4 * kBlock + 1);
+  TensorBuffer buffer(env_, 4 * kBlock + 1, 0);
   const absl::Status status = buffer.Reserve(1);
   EXPECT_EQ(core::ErrorReason(status), "MEMORY_BUDGET");
   EXPECT_EQ(core::ErrorRetryAfter(status), absl::ZeroDuration());
   EXPECT_EQ(budget_.used_bytes(), 0);
+  // With what is leased for it besides.
+  TensorBuffer other(env_, 3 * kBlock, kBlock + 1);
+  EXPECT_EQ(core::ErrorRetryAfter(other.Reserve(1)), absl::ZeroDuration());
+  TensorBuffer fitting(env_, 3 * kBlock, kBlock);
+  EXPECT_TRUE(fitting.Reserve(1).ok());
 }
 
 TEST_F(TensorBufferTest, HoldsTheElementsOfItsTensor) {
   const int64_t count = kBlock / 4 + 10;
   std::vector<float> reals(static_cast<size_t>(count), 1.0f);
   reals.back() = -8;
-  TensorBuffer buffer(env_, count * 4);
+  TensorBuffer buffer(env_, count * 4, 0);
   ASSERT_TRUE(buffer.Reserve(count * 4).ok());
   buffer.Append({reinterpret_cast<const uint8_t*>(reals.data()),
                  reals.size() * sizeof(float)});

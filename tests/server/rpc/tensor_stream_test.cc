@@ -101,7 +101,7 @@ ServerOptions SmallBudget(absl::Duration memory_wait) {
 
 TEST(TensorStreamTest, ServesOthersWhileATensorWaitsForMemory) {
   testing::TestServer server(SmallBudget(absl::InfiniteDuration()));
-  auto holder = std::make_unique<HeldTensor>(server, 3 * kMiB);
+  auto holder = std::make_unique<HeldTensor>(server, 3 * kMiB - 64);
   holder->Send(2 * kMiB);
   HeldTensor waiting(server, 2 * kMiB);
   // What its one scale takes is charged with the header; the rest must wait.
@@ -284,7 +284,7 @@ TEST(TensorStreamTest, TellsWhoAsksThatItsTensorIsWorkedOn) {
 
 TEST(TensorStreamTest, FailsATensorThatWaitedTooLongForMemory) {
   testing::TestServer server(SmallBudget(absl::Milliseconds(50)));
-  HeldTensor holder(server, 3 * kMiB);
+  HeldTensor holder(server, 3 * kMiB - 64);
   holder.Send(2 * kMiB);
   WaitForBudget(server, 2 * kMiB + 24);
   HeldTensor waiting(server, 2 * kMiB);

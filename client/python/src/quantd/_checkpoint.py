@@ -72,8 +72,7 @@ class Part:
         def make(_: Array) -> Array:
             return np.ascontiguousarray(decode()).reshape(-1).view(np.uint8)
 
-        self.tensor = FileTensor(name, dtype, tuple(shape),
-                                 np.empty(0, np.uint8), make)
+        self.tensor = FileTensor(name, dtype, tuple(shape), None, make)
 
 
 def read(path: str, tensors: Mapping[str, FileTensor]) -> list[Part]:

@@ -16,6 +16,7 @@ from quantd._exchange import (ask_for_chunks, scale_messages,
                               with_given_scales)
 from quantd._scale_stream import ScaleSink, xxh3_64
 from quantd._stream import Options
+from quantd._values import warn_of_infinities
 from quantd.encoding import Encoding
 from quantd.results import QuantizeSummary
 from quantd.tensor import (ELEMENT_DTYPES, ELEMENT_TYPES, FORMATS, Array,
@@ -92,6 +93,7 @@ class Download:
         only a summary, which check_summary then compares with it. encodings:
         see scale_messages."""
         self._asked = asked
+        self.name: str = asked.tensor.name.tensor
         self.encodings = encodings or {}
         self._check_summary = check_summary
         self._header_type = header_type
@@ -361,6 +363,13 @@ class DequantizedParts(Parts[int]):
 
     def _dtype(self, header: Any) -> np.dtype[Any]:
         return ELEMENT_DTYPES[ELEMENT_TYPES.name(header.element_type)]
+
+    def _part(self, data: Array) -> Array:
+        reals = super()._part(data)
+        warn_of_infinities(
+            reals, ELEMENT_TYPES.name(self._download.header.element_type),
+            self._download.name)
+        return reals
 
     def _read_summary(self, summary: Any) -> int:
         return int(summary.count)

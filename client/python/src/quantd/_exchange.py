@@ -13,6 +13,7 @@ from quantd import _answers, _arrays, _wire, errors
 from quantd._retries import Retries
 from quantd._scale_stream import (ScaleFeed, ScaleFeeding, ScaleSink,
                                   outer_maximum, wants_chunks, xxh3_64)
+from quantd._values import warn_of_infinities
 from quantd.encoding import Encoding
 from quantd.results import (CalibrateResult, ErrorMetrics, Evaluation,
                             QuantizedTensor, QuantizeSummary)
@@ -604,6 +605,7 @@ class DequantizeExchange(OutputExchange[Any]):
 
     def _result(self) -> Any:
         reals = self._take_output()
+        warn_of_infinities(reals, self._element_type, self.name.tensor)
         reals = reals.view(ELEMENT_DTYPES[self._element_type]).reshape(
             tuple(self.header.tensor.shape))
         return (_arrays.to_torch(reals, self._element_type) if self.is_torch

@@ -1,5 +1,5 @@
-"""Files of tensors: read through a mapping, written so that they appear
-complete or not at all."""
+"""Files of tensors: read when a tensor is asked for, written so that they
+appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ SINGLE_NAME = "model.safetensors"
 _METADATA = "__metadata__"
 _MOST_HEADER_BYTES = 100_000_000
 _COPY_BYTES = 1 << 24
+# Of what comes before the data of GGUF, at a time.
+_WINDOW_BYTES = 1 << 16
 _MOST_NAMES = 100
 
 # By safetensors' name. numpy has no bfloat16 and no float8: their bits.
@@ -45,7 +47,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
 _PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 # Of .npy files.
 _NUMPY_DTYPES = {dtype: name for name, dtype in DTYPES.items()
-                 if name[:2] not in ("F4", "F6", "F8", "BF", "C6")}
+                 if name not in _PACKED_BITS and
+                 name[:2] not in ("F8", "BF", "C6")}
 # Of scales: powers of two, 2^(byte - 127).
 POWERS = ("U8", "F8_E8M0")
 # Of those that quantd quantizes.
@@ -89,6 +92,14 @@ def unsupported(path: str, what: str) -> errors.QuantdError:
     """A file of a kind that is not read."""
     return errors.QuantdError(grpc.StatusCode.UNIMPLEMENTED,
                               "FILE_UNSUPPORTED", f"{path}: {what}")
+
+
+def changed(path: str, tensor: str) -> errors.QuantdError:
+    """A file that is not what it was; `tensor` may be empty."""
+    of_tensor = f"tensor {tensor!r}: " if tensor else ""
+    return errors.QuantdError(
+        grpc.StatusCode.ABORTED, "FILE_CHANGED",
+        f"{path}: {of_tensor}the file was changed while it was read")
 
 
 def exists(path: str, more: str = "") -> errors.QuantdError:
@@ -142,19 +153,102 @@ def to_json(document: Any, indent: Optional[int] = None) -> str:
 # Reading.
 
 
+class _Source:
+    """A file that is open for reading. Thread-safe. What is read is a copy: to
+    touch a mapping of a file that was cut short would end the process."""
+
+    def __init__(self, path: str) -> None:
+        """Raises: FILE_UNREADABLE, FILE_MALFORMED for an empty one."""
+        self._fd = -1
+        self._path = path
+        self._mapped: Optional[Array] = None
+        try:
+            with open(path, "rb") as file:
+                self._fd = os.dup(file.fileno())
+            self._state = self._state_now()
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if not self.size_bytes:
+            raise malformed(path, "the file is empty")
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file."""
+        return self._state[0]
+
+    def _state_now(self) -> tuple[int, int]:
+        status = os.fstat(self._fd)
+        return status.st_size, status.st_mtime_ns
+
+    def check(self, tensor: str = "") -> None:
+        """Raises: FILE_CHANGED. A file that another one took the place of has
+        not changed."""
+        if self._state_now() != self._state:
+            raise changed(self._path, tensor)
+
+    def read(self, begin: int, size: int, tensor: str = "") -> Array:
+        """Raises: FILE_CHANGED, FILE_UNREADABLE."""
+        data = np.empty(size, np.uint8)
+        view = memoryview(data.data)
+        try:
+            while len(view):
+                count = os.preadv(self._fd, [view[:_COPY_BYTES]],
+                                  begin + size - len(view))
+                if not count:
+                    raise changed(self._path, tensor)
+                view = view[count:]
+        except OSError as error:
+            raise unreadable(self._path, error) from error
+        self.check(tensor)
+        return data
+
+    def map(self) -> Array:
+        """The whole file in memory of a mapping, which lives as long as it
+        does. Changing it does not change the file. Raises: FILE_UNREADABLE."""
+        if self._mapped is None:
+            try:
+                self._mapped = np.frombuffer(mmap.mmap(
+                    self._fd, 0, access=mmap.ACCESS_COPY), np.uint8)
+            except OSError as error:
+                raise unreadable(self._path, error) from error
+        return self._mapped
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FileBytes:
+    """Bytes of a file, from `begin` on; not read yet."""
+
+    source: _Source
+    begin: int
+    nbytes: int
+
+    def read(self, tensor: str = "") -> Array:
+        """Raises: FILE_CHANGED, FILE_UNREADABLE."""
+        return self.source.read(self.begin, self.nbytes, tensor)
+
+    def map(self, tensor: str = "") -> Array:
+        """In memory of the file. Raises: FILE_CHANGED, FILE_UNREADABLE."""
+        self.source.check(tensor)
+        return self.source.map()[self.begin:self.begin + self.nbytes]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class FileTensor:
     """A tensor of a file.
 
     dtype: safetensors' name, F32 for blocks of GGUF.
-    data: its bytes, in the file's mapping.
+    data: its bytes; None where `decode` needs none.
     decode: makes the bytes of `dtype` of those; None: they are.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: Array
+    data: Optional[FileBytes]
     decode: Optional[Callable[[Array], Array]] = None
 
     @property
@@ -168,14 +262,26 @@ class FileTensor:
         return ELEMENT_TYPES.get(self.dtype)
 
     def bytes(self) -> Array:
-        """Its elements as uint8."""
-        return self.data if self.decode is None else self.decode(self.data)
+        """Its elements as uint8. Raises: FILE_CHANGED, FILE_UNREADABLE."""
+        data = (np.empty(0, np.uint8) if self.data is None else
+                self.data.read(self.name))
+        return data if self.decode is None else self.decode(data)
 
     def array(self) -> Array:
-        """Its elements in its shape; those below a byte as bytes."""
+        """Its elements in its shape; those below a byte as bytes. Raises:
+        FILE_CHANGED, FILE_UNREADABLE."""
+        return self._shaped(self.bytes())
+
+    def mapped(self) -> Array:
+        """The same in memory of the file, unless it is decoded."""
+        if self.data is None or self.decode is not None:
+            return self.array()
+        return self._shaped(self.data.map(self.name))
+
+    def _shaped(self, data: Array) -> Array:
         if self.dtype in _PACKED_BITS:
-            return self.bytes()
-        return self.bytes().view(DTYPES[self.dtype]).reshape(self.shape)
+            return data
+        return data.view(DTYPES[self.dtype]).reshape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -193,24 +299,8 @@ class InputFile:
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unread: Sequence[str] = ()
     sources: Sequence[str] = ()
-    pairs: Sequence[tuple[bytes, Array]] = ()
+    pairs: Sequence[tuple[bytes, bytes]] = ()
     alignment: int = GGUF_ALIGNMENT
-
-
-def map_file(path: str) -> Array:
-    """The bytes of a file, of a mapping that lives as long as they do. Changing
-    them does not change the file.
-
-    Raises: FILE_UNREADABLE, FILE_MALFORMED for an empty one.
-    """
-    try:
-        with open(path, "rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                raise malformed(path, "the file is empty")
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    return np.frombuffer(mapped, np.uint8)
 
 
 def open_gguf(path: str) -> InputFile:
@@ -224,7 +314,7 @@ def _check_whole(file: InputFile) -> None:
     numbers = {}
     for key, pair in file.pairs:
         # The key with its length, and the type.
-        value = pair[8 + len(key) + 4:].tobytes()
+        value = pair[8 + len(key) + 4:]
         if key in (b"split.count", b"split.no") and len(value) <= 8:
             numbers[key] = int.from_bytes(value, "little")
     count = numbers.get(b"split.count", 1)
@@ -260,14 +350,15 @@ def _unique(path: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
 
 def open_safetensors(path: str) -> InputFile:
     """Raises: FILE_UNREADABLE, FILE_MALFORMED."""
-    data = map_file(path)
-    length = int.from_bytes(data[:8].tobytes(), "little")
-    if len(data) < 8 or length > min(len(data) - 8, _MOST_HEADER_BYTES):
+    source = _Source(path)
+    size = source.size_bytes
+    length = int.from_bytes(source.read(0, min(size, 8)).tobytes(), "little")
+    if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
         raise malformed(
             path, "expected a safetensors file; .npy and .gguf files are known "
             "by their names")
     try:
-        header = json.loads(data[8:8 + length].tobytes().decode("utf-8"),
+        header = json.loads(source.read(8, length).tobytes().decode("utf-8"),
                             object_pairs_hook=_unique(path))
     except (ValueError, RecursionError) as error:
         raise malformed(path, f"expected a header of JSON: {error}") from error
@@ -277,22 +368,24 @@ def open_safetensors(path: str) -> InputFile:
     if not isinstance(metadata, dict) or not all(
             isinstance(value, str) for value in metadata.values()):
         raise malformed(path, "expected metadata of strings")
-    data = data[8 + length:]
+    first = 8 + length
     tensors = sorted((_entry(path, name, entry)
                       for name, entry in header.items()),
                      key=lambda entry: entry[2:])
     found, end = {}, 0
     for name, (dtype, shape), begin, stop in tensors:
         if begin != end or stop - begin != size_of(dtype, shape) or (
-                stop > len(data)):
+                stop > size - first):
             raise malformed(
                 path, f"tensor {name!r}: expected {size_of(dtype, shape)} bytes"
                 f" from {end}, without hole or overlap, got [{begin}, {stop}) "
-                f"of {len(data)}")
+                f"of {size - first}")
         end = stop
-        found[name] = FileTensor(name, dtype, shape, data[begin:stop])
-    if end != len(data):
-        raise malformed(path, f"expected {end} bytes of data, got {len(data)}")
+        found[name] = FileTensor(name, dtype, shape, FileBytes(
+            source, first + begin, stop - begin))
+    if end != size - first:
+        raise malformed(
+            path, f"expected {end} bytes of data, got {size - first}")
     return InputFile(path, found, metadata)
 
 
@@ -328,7 +421,8 @@ def _open_npy(path: str) -> InputFile:
             path, "expected little-endian booleans, integers or floats of 1 to "
             f"8 bytes in C order, got {mapped.dtype}")
     name = os.path.basename(path)[:-len(".npy")]
-    data = np.asarray(mapped).reshape(-1).view(np.uint8)
+    source = _Source(path)
+    data = FileBytes(source, source.size_bytes - mapped.nbytes, mapped.nbytes)
     return InputFile(path, {name: FileTensor(name, dtype, mapped.shape, data)})
 
 
@@ -337,9 +431,13 @@ class _GgufParser:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._data = map_file(path)
+        self._source = _Source(path)
+        self._size = self._source.size_bytes
+        # What was read last, from where on.
+        self._window = b""
+        self._begin = 0
         self._at = 0
-        self._pairs: list[tuple[bytes, Array]] = []
+        self._pairs: list[tuple[bytes, bytes]] = []
 
     def parse(self) -> InputFile:
         """Raises: FILE_MALFORMED, FILE_UNSUPPORTED."""
@@ -371,8 +469,8 @@ class _GgufParser:
                     " of its own")
             shape = tuple(self._number("<Q") for _ in range(rank))[::-1]
             entries[name] = shape, self._number("<I"), self._number("<Q")
-        data = self._data[min(-(-self._at // alignment) * alignment,
-                              len(self._data)):]
+        first = min(-(-self._at // alignment) * alignment, self._size)
+        rest = self._size - first
         tensors, unread, places = {}, [], []
         for name, (shape, number, offset) in entries.items():
             kind = _gguf.TYPES.get(number)
@@ -389,12 +487,13 @@ class _GgufParser:
                 raise self._malformed(
                     f"tensor {name!r}: its size does not fit in 63 bits")
             size = math.prod(shape) // kind.block_elements * kind.block_bytes
-            if offset % alignment or offset + size > len(data):
+            if offset % alignment or offset + size > rest:
                 raise self._malformed(
                     f"tensor {name!r}: expected {size} bytes of data at a "
-                    f"multiple of {alignment}, got {offset} of {len(data)}")
+                    f"multiple of {alignment}, got {offset} of {rest}")
             tensors[name] = FileTensor(
-                name, kind.dtype, shape, data[offset:offset + size],
+                name, kind.dtype, shape,
+                FileBytes(self._source, first + offset, size),
                 kind.decode if kind.decode_blocks is not None else None)
             if size:
                 places.append((offset, size, name))
@@ -419,12 +518,20 @@ class _GgufParser:
         return malformed(self._path, what)
 
     def _take(self, size: int) -> bytes:
-        if size > len(self._data) - self._at:
+        if size > self._size - self._at:
             raise self._malformed(
-                f"the file of {len(self._data)} bytes ends within what comes "
+                f"the file of {self._size} bytes ends within what comes "
                 "before the data")
         self._at += size
-        return self._data[self._at - size:self._at].tobytes()
+        return self._bytes(self._at - size, self._at)
+
+    def _bytes(self, begin: int, end: int) -> bytes:
+        window_end = self._begin + len(self._window)
+        if not self._begin <= begin <= end <= window_end:
+            self._begin = begin
+            self._window = self._source.read(begin, min(
+                max(end - begin, _WINDOW_BYTES), self._size - begin)).tobytes()
+        return self._window[begin - self._begin:end - self._begin]
 
     def _number(self, kind: str) -> int:
         value: int = struct.unpack(kind, self._take(struct.calcsize(kind)))[0]
@@ -436,7 +543,7 @@ class _GgufParser:
         key = self._take(size)
         self._at = begin
         alignment = self._pair()
-        self._pairs.append((key, self._data[begin:self._at]))
+        self._pairs.append((key, self._bytes(begin, self._at)))
         return alignment
 
     def _pair(self) -> int:

@@ -199,10 +199,10 @@ def _name_of(number: int) -> str:
 class _Header:
     """What comes before the data."""
 
-    def __init__(self, pairs: Sequence[tuple[bytes, Array]],
+    def __init__(self, pairs: Sequence[tuple[bytes, bytes]],
                  alignment: int) -> None:
         self.alignment = alignment
-        self._pairs = [(key, bytes(pair)) for key, pair in pairs
+        self._pairs = [(key, pair) for key, pair in pairs
                        if key != _VERSION and not key.startswith(_SPLIT)]
         self._tensors: dict[bytes, bytes] = {}
         # Elements of each type that has blocks.

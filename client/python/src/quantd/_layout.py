@@ -232,8 +232,7 @@ def describe(path: str, name: str, text: str) -> tuple[tuple[int, ...], str]:
 
 def read(path: str, tensors: Mapping[str, FileTensor], name: str, text: str
          ) -> QuantizedTensor:
-    """The tensor that `text`, the metadata of "quantd.NAME", describes; its
-    arrays are of the file's mapping.
+    """The tensor that `text`, the metadata of "quantd.NAME", describes.
 
     Raises: FILE_MALFORMED.
     """

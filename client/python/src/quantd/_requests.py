@@ -29,7 +29,8 @@ from quantd.interchange import (ExportDownload, ImportedEncodings,
                                 ImportSource, ImportUpload, TensorHint,
                                 format_value)
 from quantd.tensor import (ELEMENT_DTYPES, ELEMENT_TYPES, EnumNames, NameLike,
-                           Slice, TensorName, as_name, format_info)
+                           Slice, TensorName, as_name, format_info,
+                           naming)
 from quantd.v1 import encoding_pb2
 from quantd.v1 import encoding_service_pb2 as es
 from quantd.v1 import quantization_service_pb2 as qs
@@ -226,17 +227,6 @@ def full_name(name: NameLike, model: str, revision: str) -> TensorName:
     """A string is a tensor of that model and revision."""
     return name if isinstance(name, TensorName) else TensorName(
         model, as_name(name).tensor, revision)
-
-
-@contextlib.contextmanager
-def naming(name: NameLike) -> Iterator[None]:
-    """Errors within are those of that tensor."""
-    name = as_name(name)
-    try:
-        yield
-    except errors.QuantdError as error:
-        error.name = name
-        raise
 
 
 # The tensor streams.

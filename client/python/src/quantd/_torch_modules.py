@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from typing import Any, Callable, Iterator, Mapping, Optional
 
 import torch
@@ -16,7 +17,7 @@ from quantd._torch_blocks import (LaidOut, keeping_types, plain_block_size,
                                   spread)
 from quantd.client import Client
 from quantd.encoding import Encoding, Source
-from quantd.results import QuantizedTensor
+from quantd.results import QuantizedTensor, QuantizeSummary
 
 # Elements that are compared at a time.
 _PIECE = 1 << 20
@@ -161,8 +162,11 @@ class ReplacedWeight(Tabular):
     bytes_before: of the weight; bytes_after: of the buffers, with a byte or
         more for each code, also for those that files pack.
     sqnr_db: 10 log10(sum x^2 / sum (x' - x)^2) over finite elements; inf
-        without any error.
+        without any error, nan without any of them.
     rounding: "compensated" for the output of its layer, or "nearest".
+    nan_count, infinity_count: elements that most codes do not stand for.
+    overflow_count: finite elements that are none any more: the type of the
+        weight is too narrow for what their codes stand for.
     """
 
     name: str
@@ -174,6 +178,9 @@ class ReplacedWeight(Tabular):
     bytes_after: int
     sqnr_db: float
     rounding: str
+    nan_count: int
+    infinity_count: int
+    overflow_count: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +240,8 @@ def quantize_(model: torch.nn.Module, specs: Sources, *, client: Client,
         of their layer, the others to the nearest code: `rounding` of
         ReplacedWeight says which.
 
-    If a tensor fails, the model stays as it was.
+    If a tensor fails, the model stays as it was. Weights with NaN or infinities
+    are warned of; nan_policy="reject" refuses NaN.
 
     Raises: ARGUMENT_INVALID for patterns that match no such weight, and where
     there is none; those of Client.quantize.
@@ -259,9 +267,22 @@ def quantize_(model: torch.nn.Module, specs: Sources, *, client: Client,
     made = [QuantizedWeight(quantized, weight.parameter.dtype,
                             weight.parameter.device)
             for weight, quantized in zip(chosen, found)]
-    replaced: ResultList[ReplacedWeight] = ResultList()
-    for weight, module, how in zip(chosen, made, roundings):
-        replaced.append(_report(weight, module, how is not None))
+    replaced: ResultList[ReplacedWeight] = ResultList(
+        _report(weight, module, how is not None, quantized.summary)
+        for weight, module, how, quantized in zip(chosen, made, roundings,
+                                                  found))
+    for row in replaced:
+        if row.nan_count or row.infinity_count:
+            warnings.warn(
+                f"quantd: tensor {row.name!r} has {row.nan_count} NaN and "
+                f"{row.infinity_count} infinities", RuntimeWarning,
+                stacklevel=2)
+        if row.overflow_count:
+            warnings.warn(
+                f"quantd: tensor {row.name!r}: {row.overflow_count} elements "
+                "are infinite: their type is too narrow for what the codes "
+                "stand for", RuntimeWarning, stacklevel=2)
+    for weight, module in zip(chosen, made):
         for owner in weight.modules:
             del owner._parameters["weight"]
             owner.__class__ = _CLASSES[type(owner)]
@@ -314,29 +335,37 @@ def _choose(weights: list[_Weight], specs: Sources, left_out: dict[str, str]
     return [weight for weight in weights if weight.name]
 
 
-def _report(weight: _Weight, module: QuantizedWeight, is_compensated: bool
-            ) -> ReplacedWeight:
+def _report(weight: _Weight, module: QuantizedWeight, is_compensated: bool,
+            summary: QuantizeSummary) -> ReplacedWeight:
     parameter = weight.parameter
+    sqnr_db, overflow_count = _errors(parameter, module())
     return ReplacedWeight(
         weight.name, tuple(weight.names), type(weight.modules[0]).__name__,
         module.format, tuple(parameter.shape), _size(parameter),
-        sum(map(_size, module.buffers())), _sqnr_db(parameter, module()),
-        "compensated" if is_compensated else "nearest")
+        sum(map(_size, module.buffers())), sqnr_db,
+        "compensated" if is_compensated else "nearest", summary.nan_count,
+        summary.positive_infinity_count + summary.negative_infinity_count,
+        overflow_count)
 
 
 def _size(tensor: torch.Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-def _sqnr_db(reference: torch.Tensor, test: torch.Tensor) -> float:
+def _errors(reference: torch.Tensor, test: torch.Tensor
+            ) -> tuple[float, int]:
+    """The SQNR, and how many finite elements are none any more."""
     signal = noise = 0.0
+    count = overflow_count = 0
     for x, y in zip(reference.detach().reshape(-1).split(_PIECE),
                     test.reshape(-1).split(_PIECE)):
         x, y = x.cpu().double(), y.cpu().double()
         is_finite = x.isfinite() & y.isfinite()
+        overflow_count += int((x.isfinite() & ~is_finite).sum())
         x, y = x[is_finite], y[is_finite]
+        count += x.numel()
         signal += float(x.square().sum())
         noise += float((y - x).square().sum())
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
+    sqnr_db = (math.nan if not count else math.inf if noise == 0 else
+               -math.inf if signal == 0 else 10 * math.log10(signal / noise))
+    return sqnr_db, overflow_count

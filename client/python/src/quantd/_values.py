@@ -3,6 +3,7 @@ proto/quantd/v1/encoding.proto in numpy."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Sequence
 
 import numpy as np
@@ -44,6 +45,25 @@ def _to_bfloat16(reals: Array) -> Array:
     # Rounding would carry a NaN over into another number.
     rounded = np.where(np.isnan(reals), bits | np.uint32(0x400000), rounded)
     return (rounded >> 16).astype(np.uint16)
+
+
+# Bits of infinity, and the largest number, of types that may be too narrow for
+# what codes stand for.
+_NARROW = {"float16": (0x7C00, "65504"), "bfloat16": (0x7F80, "3.39e+38")}
+
+
+def warn_of_infinities(reals: Array, element_type: str, name: str) -> None:
+    """reals: those of a tensor; bfloat16 as uint16."""
+    if element_type not in _NARROW:
+        return
+    infinity, largest = _NARROW[element_type]
+    bits = reals.view(np.uint16)
+    count = np.count_nonzero((bits & np.uint16(0x7FFF)) == infinity)
+    if count:
+        warnings.warn(
+            f"quantd: {f'tensor {name!r}: ' if name else ''}{count} elements "
+            f"are infinite: {element_type} has at most {largest} in magnitude",
+            RuntimeWarning, stacklevel=3)
 
 
 def dequantize(codes: Array, encoding: Encoding, shape: Sequence[int],

@@ -13,7 +13,7 @@ from quantd import (_arrays, _checkpoint, _compressed, _files, _gguf_output,
                     _layout, errors)
 from quantd._files import FileTensor
 from quantd.results import QuantizedTensor
-from quantd.tensor import Array
+from quantd.tensor import Array, naming
 
 Path = Union[str, "os.PathLike[str]"]
 # What a file has under a name: reals and other plain tensors as arrays of numpy
@@ -42,9 +42,11 @@ class TensorFile(Mapping[str, FileValue]):
     """The tensors of a file or a folder, by name; see load().
 
     Reading a name gives a QuantizedTensor, or an array: memory of the file,
-    read from it when it is first used, and not to be written. bfloat16 is
-    uint16, float8 uint8 (info() has the type). A file that is replaced while it
-    is open stays readable as it was.
+    read from it when it is first used, and not to be written; if the file is
+    cut short before, the system ends the process. Tensors of torch are copies.
+    bfloat16 is uint16, float8 uint8 (info() has the type). A file that is
+    replaced while it is open stays readable as it was; of one that was changed
+    in its place names are not read any more (FILE_CHANGED).
     """
 
     def __init__(self, path: str, as_torch: bool) -> None:
@@ -103,7 +105,7 @@ class TensorFile(Mapping[str, FileValue]):
             name in self._tensors and name in self._names)
 
     def __getitem__(self, name: str) -> FileValue:
-        """Raises: KeyError; FILE_MALFORMED, FILE_UNSUPPORTED."""
+        """Raises: KeyError; FILE_MALFORMED, FILE_UNSUPPORTED, FILE_CHANGED."""
         if name not in self:
             raise KeyError(name)
         if name in self._errors:
@@ -120,13 +122,11 @@ class TensorFile(Mapping[str, FileValue]):
         return tensor
 
     def _plain(self, tensor: FileTensor) -> Any:
-        array = tensor.array()
-        if not self._as_torch:
-            array.flags.writeable = False
-            return array
-        if not array.flags.aligned:
-            array = array.copy()
-        return _arrays.to_torch(array, tensor.element_type or "")
+        if self._as_torch:
+            return _arrays.to_torch(tensor.array(), tensor.element_type or "")
+        array = tensor.mapped()
+        array.flags.writeable = False
+        return array
 
     def info(self, name: str) -> TensorInfo:
         """Without reading the tensor.
@@ -221,19 +221,16 @@ def save(path: Path,
             "expected gguf_metadata and gguf_types with a .gguf file", "path")
     _check_metadata(metadata or {})
     with _files.SafetensorsWriter(path, overwrite) as writer:
-        quantized: list[str] = []
-        names: set[str] = set()
         for number, (name, tensor) in enumerate(pairs):
             _check_name(name)
-            if isinstance(tensor, QuantizedTensor):
-                _layout.write(writer, (number,), name, tensor)
-                quantized.append(name)
-            else:
-                array, found = _plain_array(tensor)
-                writer.add((number, 0), name,
-                           _dtype_of(array, found or types.get(name)),
-                           array.shape, array)
-            names.add(name)
+            with naming(name):
+                if isinstance(tensor, QuantizedTensor):
+                    _layout.write(writer, (number,), name, tensor)
+                else:
+                    array, found = _plain_array(tensor)
+                    writer.add((number, 0), name,
+                               _dtype_of(array, found or types.get(name)),
+                               array.shape, array)
         writer.metadata.update(metadata or {})
         return writer.finish()
 
@@ -263,8 +260,9 @@ def _gguf_items(path: str, pairs: Iterable[tuple[str, FileValue]],
         if isinstance(tensor, QuantizedTensor):
             yield _gguf_output.quantized_item(name, tensor)
             continue
-        array, found = _plain_array(tensor)
-        dtype = _dtype_of(array, found or types.get(name))
+        with naming(name):
+            array, found = _plain_array(tensor)
+            dtype = _dtype_of(array, found or types.get(name))
         kind = blocks.pop(name, None)
         yield (_gguf_output.plain_item(path, name, dtype, array)
                if kind is None else
@@ -306,9 +304,12 @@ def _save_npy(path: str, pairs: list[tuple[str, FileValue]], overwrite: bool
             f"expected one plain tensor for {path}, got "
             f"{len(pairs) if len(pairs) != 1 else 'a quantized one'}",
             "tensors")
-    array, found = _plain_array(pairs[0][1])
-    if found is not None:
-        raise _files.unsupported(path, f".npy has no type for {found}")
+    name, tensor = pairs[0]
+    with naming(name):
+        array, found = _plain_array(tensor)
+        if found is not None:
+            raise _files.unsupported(path, f".npy has no type for {found}")
+        _dtype_of(array, None)
     with _files.AtomicFile(path, overwrite) as file:
         header = _npy_header(array)
         file.write(header)

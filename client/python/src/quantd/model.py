@@ -223,12 +223,13 @@ def quantize_model(
         of their layer, the others to the nearest code: `rounding` of
         ModelTensor says which.
 
-    Tensors go from the file's mapping to the server, and codes to a file
-    without a name in the target's folder: a model may be larger than memory.
+    Only the tensors under way are in memory, and codes go to a file without a
+    name in the target's folder: a model may be larger than memory.
 
     Raises: the error of a tensor, and then nothing is written, in a folder not
         that tensor's shard; FILE_EXISTS, FILE_UNREADABLE, FILE_UNWRITABLE,
-        FILE_MALFORMED, FILE_UNSUPPORTED, ARGUMENT_INVALID.
+        FILE_MALFORMED, FILE_UNSUPPORTED, ARGUMENT_INVALID; FILE_CHANGED for a
+        source that is changed or cut short while it is read.
     """
     if nan_policy not in _NAN_POLICIES:
         raise errors.argument_invalid(

@@ -13,7 +13,7 @@ import numpy as np
 
 from quantd import _arrays, errors
 from quantd._tables import ResultList, Tabular, to_html
-from quantd._values import dequantize
+from quantd._values import dequantize, warn_of_infinities
 from quantd.encoding import Encoding
 from quantd.tensor import FORMATS, Array, EnumNames, TensorName, unpack
 from quantd.v1 import (encoding_pb2, encoding_service_pb2,
@@ -385,9 +385,10 @@ class QuantizedTensor(Tabular):
             raise errors.argument_invalid("the encoding was left out")
         if client is not None:
             return client.dequantize(self)
-        return self._as_given(
-            dequantize(self._numpy_codes(), self.encoding, self.shape,
-                       self.element_type), self.element_type)
+        reals = dequantize(self._numpy_codes(), self.encoding, self.shape,
+                           self.element_type)
+        warn_of_infinities(reals, self.element_type, self.name.tensor)
+        return self._as_given(reals, self.element_type)
 
     def _numpy_codes(self) -> Array:
         if not _arrays.is_torch(self.codes):

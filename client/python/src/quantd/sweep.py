@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Iterable, Mapping, Optional, Sequence, Union
 
@@ -40,7 +41,7 @@ class MeasuredCandidate(Tabular):
         and sqnr_db; the rest, which Client.evaluate has, is nan.
     size_bytes: of codes and scales.
     noise_to_signal: sum e^2 / sum x^2; infinity where finite elements came back
-        as others.
+        as others, 0 where none are finite.
     output_noise: the same at the output of the layer; with `inputs`, where
         those of the tensor are stored.
     """
@@ -159,10 +160,11 @@ def sweep_model(
         chooses worse mixtures than the tensors' noise.
 
     A spec that fails on a tensor is an error of that candidate; the others are
-    measured all the same.
+    measured all the same. Tensors without elements are left out, with a
+    warning.
 
     Raises: that the server is away; FILE_UNREADABLE, FILE_MALFORMED,
-        FILE_UNSUPPORTED, ARGUMENT_INVALID.
+        FILE_UNSUPPORTED, FILE_CHANGED, ARGUMENT_INVALID.
     """
     specs = [specs] if isinstance(specs, (str, EncodingSpec)) else list(specs)
     templates = [template_of(spec) for spec in specs]
@@ -184,8 +186,9 @@ def sweep_model(
         ("max_bits_per_element", max_bits_per_element))
         for value in (values if isinstance(values, Iterable) else [values])]
     files = open_plain(os.fspath(source))
-    tensors = Filter(tuple(include), tuple(exclude), min_rank).select(
-        tensor for file in files for tensor in file.tensors.values())
+    tensors = _measurable(Filter(tuple(include), tuple(exclude), min_rank
+                                 ).select(
+        tensor for file in files for tensor in file.tensors.values()))
     if objective == "output":
         assert stored is not None and weights is not None
         _check_weights(tensors, stored, weights)
@@ -215,6 +218,19 @@ def sweep_model(
         _mixtures(tensors, measured, groups, specs,
                   budgets, client, weights if objective == "output" else None),
         tuple(name for file in files for name in file.unread))
+
+
+def _measurable(tensors: Sequence[FileTensor]) -> list[FileTensor]:
+    """Without those that have no elements, which it warns of."""
+    for tensor in tensors:
+        if 0 in tensor.shape:
+            warnings.warn(f"quantd: tensor {tensor.name!r} has no elements: it "
+                          "is left out", RuntimeWarning, stacklevel=3)
+    measurable = [tensor for tensor in tensors if 0 not in tensor.shape]
+    if not measurable:
+        raise errors.argument_invalid(
+            "expected tensors with elements, got none", "source")
+    return measurable
 
 
 def _check_weights(tensors: Sequence[FileTensor], stored: StoredInputs,
@@ -320,6 +336,8 @@ def _noise_to_signal(candidate: CandidateMetrics, statistics: TensorStatistics
             statistics.nan_count + statistics.positive_infinity_count +
             statistics.negative_infinity_count):
         return math.inf
+    if not candidate.overall.count:
+        return 0.0
     return math.pow(10, -candidate.overall.sqnr_db / 10)
 
 
@@ -332,9 +350,12 @@ def _totals(tensors: Sequence[FileTensor],
         good = [(tensor.name, candidate)
                 for tensor, candidate in zip(tensors, candidates)
                 if candidate.error is None]
-        lowest, name = min(((_sqnr_db(candidate), tensor)
-                            for tensor, candidate in good),
-                           key=lambda item: item[0], default=(0.0, ""))
+        # Without finite elements there is none.
+        measured_db = ((_sqnr_db(candidate), tensor)
+                       for tensor, candidate in good)
+        lowest, name = min((item for item in measured_db
+                            if not math.isnan(item[0])),
+                           key=lambda item: item[0], default=(math.nan, ""))
         totals.append(SweepTotal(
             candidates[0].spec_index,
             sum(candidate.size_bytes for _, candidate in good), lowest, name,

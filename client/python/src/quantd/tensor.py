@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, Iterator, Optional, Sequence, Union
@@ -194,3 +195,14 @@ def as_name(name: NameLike) -> TensorName:
         return TensorName(tensor=name or "")
     raise errors.argument_invalid(
         f"expected a TensorName or a string, got {type(name).__name__}", "name")
+
+
+@contextlib.contextmanager
+def naming(name: NameLike) -> Iterator[None]:
+    """Errors within are those of that tensor."""
+    name = as_name(name)
+    try:
+        yield
+    except errors.QuantdError as error:
+        error.name = name
+        raise
