@@ -39,6 +39,7 @@
 #include "client/cpp/tensor.h"
 #include "client/files/atomic_file.h"
 #include "client/files/safetensors.h"
+#include "client/models/model_importance.h"
 #include "client/models/model_sweep.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tensor_input.h"
@@ -222,8 +223,9 @@ class Reporter {
     absl::StatusOr<std::vector<TieGroup>> groups =
         FindFileTies(TieFlags(), /*matters=*/true, taken);
     if (!groups.ok()) return groups.status();
-    const absl::StatusOr<ModelSweep> sweep = SweepWithProgress(
-        taken, specs, {*budget_}, *groups, client_.get(), !session_.quiet);
+    const absl::StatusOr<ModelSweep> sweep =
+        SweepWithProgress(taken, specs, {*budget_}, *groups, ModelImportance(),
+                          client_.get(), !session_.quiet);
     if (!sweep.ok()) return sweep.status();
     for (const MeasuredTensor& tensor : sweep->tensors) AddMeasured(tensor);
     TakeMixture(sweep->mixtures[0]);
