@@ -1,4 +1,5 @@
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <iterator>
@@ -129,6 +130,12 @@ class Reporter {
     const absl::StatusOr<std::vector<SpecTemplate>> specs =
         ParseSpecs(specs_, options_.spec);
     if (!specs.ok()) return session_.FailUsage(specs.status());
+    for (size_t i = 0; i < specs->size(); ++i) {
+      if (!(*specs)[i].spec.has_importance()) continue;
+      return session_.FailUsage(ArgumentInvalidError(absl::StrCat(
+          "expected specs without importance in a report, got ", specs_[i],
+          "; quantctl sweep measures it")));
+    }
     const absl::StatusOr<TensorInput> input = TensorInput::Open(options_.input);
     if (!input.ok()) return session_.Fail(input.status());
     absl::Status status = CheckPlain(*input, options_.input);

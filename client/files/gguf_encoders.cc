@@ -24,6 +24,9 @@ constexpr float kRounder = 0x1.8p23F;
 constexpr float kLeastRange = 0x1p-60F;
 // How often what a super-block shares is fitted to its codes.
 constexpr int kRounds = 4;
+// Beyond so many times the error that blocks have by themselves, other numbers
+// are tried for what a super-block shares.
+constexpr double kSharedShare = 4;
 // Of searches whose scales are stored in float16.
 constexpr int kHalfSteps = 7;
 constexpr float kHalfStep = 0.5F;
@@ -191,14 +194,14 @@ Line FindLine(const Weighed& in, float most) {
   return best;
 }
 
-// The line whose upper end has a code that is a power of two: it keeps
-// multiples of a power of two, such as 0 and 1, if its integers are powers of
-// two as well.
-Line EvenLine(const float* x, float most) {
+// The line whose upper end has that code. With one that is a power of two it
+// keeps multiples of a power of two, such as 0 and 1, if its integers are
+// powers of two as well.
+Line EndLine(const float* x, float code) {
   const float low = std::min(*std::min_element(x, x + kLineBlock), 0.0F);
   const float high = std::max(*std::max_element(x, x + kLineBlock), low);
   const float span = high - low;
-  return {span > kLeastRange ? span / ((most + 1) / 2) : 0, -low};
+  return {span > kLeastRange ? span / code : 0, -low};
 }
 
 // What is stored of a super-block, but for its codes.
@@ -277,13 +280,19 @@ void FitShared(const Weighed& x, const LineBlock& block, float most, float* d,
   }
 }
 
-// The least d and dmin under which the integers of blocks are at most `most`.
-Line SharedOf(const Line* lines, float most) {
+// The largest scale and minimum of all blocks.
+Line LargestOf(const Line* lines) {
   Line largest;
   for (size_t j = 0; j < kLineBlocks; ++j) {
     largest.scale = std::max(largest.scale, lines[j].scale);
     largest.minimum = std::max(largest.minimum, lines[j].minimum);
   }
+  return largest;
+}
+
+// The least d and dmin under which the integers of blocks are at most `most`.
+Line SharedOf(const Line* lines, float most) {
+  const Line largest = LargestOf(lines);
   return {ToHalfAbove(largest.scale / most),
           ToHalfAbove(largest.minimum / most)};
 }
@@ -293,7 +302,7 @@ LineBlock FindEvenLines(const Weighed& x, float most) {
   Line lines[kLineBlocks];
   for (size_t j = 0; j < kLineBlocks; ++j) {
     const Weighed block = x.At(j * kLineBlock);
-    lines[j] = EvenLine(block.x, most);
+    lines[j] = EndLine(block.x, (most + 1) / 2);
     if (ErrorOf(block, lines[j], most) != 0) return {};
   }
   const Line shared = SharedOf(lines, (kMostSixBits + 1) / 2.0F);
@@ -304,8 +313,13 @@ LineBlock FindLines(const Weighed& x, float most) {
   const LineBlock even = FindEvenLines(x, most);
   if (even.error == 0) return even;
   Line lines[kLineBlocks];
+  Line ends[kLineBlocks];
+  double unshared_error = 0;
   for (size_t j = 0; j < kLineBlocks; ++j) {
-    lines[j] = FindLine(x.At(j * kLineBlock), most);
+    const Weighed block = x.At(j * kLineBlock);
+    lines[j] = FindLine(block, most);
+    ends[j] = EndLine(block.x, most);
+    unshared_error += double{ErrorOf(block, lines[j], most)};
   }
   auto [d, dmin] = SharedOf(lines, kMostSixBits);
   LineBlock best;
@@ -316,7 +330,21 @@ LineBlock FindLines(const Weighed& x, float most) {
     FitShared(x, best, most, &d, &dmin);
     if (d == best.d && dmin == best.dmin) break;
   }
-  return even.error <= best.error ? even : best;
+  if (even.error <= best.error) best = even;
+  if (best.error <= kSharedShare * unshared_error) return best;
+  // Of two numbers, for one: what float16 rounds off is all there is.
+  for (const Line* const found : {lines, ends}) {
+    const Line largest = LargestOf(found);
+    for (int most_integer = kMostSixBits; most_integer > kMostSixBits / 2;
+         --most_integer) {
+      const auto divisor = static_cast<float>(most_integer);
+      const LineBlock chosen =
+          ChooseLines(x, found, RoundedToHalf(largest.scale / divisor),
+                      RoundedToHalf(largest.minimum / divisor), most);
+      if (chosen.error < best.error) best = chosen;
+    }
+  }
+  return best;
 }
 
 // Scales and minima of 6 bits in 12 bytes, as gguf_types.cc reads them.
@@ -568,8 +596,14 @@ ScaledBlock FindScales(const Weighed& x) {
   const ScaledBlock even = FindEvenScales(x);
   if (even.error == 0) return even;
   float scales[kScaleBlocks];
+  float ends[kScaleBlocks];
+  double unshared_error = 0;
   for (size_t j = 0; j < kScaleBlocks; ++j) {
-    scales[j] = FindScale(x.At(j * kScaleBlock));
+    const Weighed block = x.At(j * kScaleBlock);
+    scales[j] = FindScale(block);
+    ends[j] = Largest<kScaleBlock>(block.x) / LeastCode(kScaleBits);
+    unshared_error +=
+        double{ScaledError<kScaleBlock, kScaleBits>(block, scales[j])};
   }
   float d = SharedOf(scales);
   ScaledBlock best;
@@ -580,7 +614,18 @@ ScaledBlock FindScales(const Weighed& x) {
     d = FitScales(x, best);
     if (d == best.d) break;
   }
-  return even.error <= best.error ? even : best;
+  if (even.error <= best.error) best = even;
+  if (best.error <= kSharedShare * unshared_error) return best;
+  // As in FindLines.
+  for (const float* const found : {scales, ends}) {
+    const float largest = Largest<kScaleBlocks>(found);
+    for (int integer = kLeastScale; integer < kLeastScale / 2; ++integer) {
+      const ScaledBlock chosen = ChooseScales(
+          x, found, RoundedToHalf(largest / static_cast<float>(integer)));
+      if (chosen.error < best.error) best = chosen;
+    }
+  }
+  return best;
 }
 
 void EncodeQ6K(const float* elements, const float* weights, uint8_t* block) {

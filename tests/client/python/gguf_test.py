@@ -576,7 +576,8 @@ def unusual_weights():
     normal = rng.standard_normal((16, 1024))
     sparse = rng.random(normal.shape) < 0.1
     weights = {"heavy": rng.standard_t(3, normal.shape), "sparse": sparse,
-               "ternary": sparse * np.sign(normal),
+               "ternary": sparse * np.sign(normal), "two": sparse * 0.37,
+               "pair": np.where(sparse, 0.27, -0.1),
                "constant": np.full(normal.shape, 0.3),
                "asymmetric": np.abs(normal) + 1, "exponential": np.exp(normal),
                "below": -10 - normal, "tiny": normal * 2.0 ** -22}

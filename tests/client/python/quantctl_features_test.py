@@ -433,6 +433,8 @@ def test_importance_without_its_inputs_is_refused(tmp_path, quantctl, network):
             *command, "--spec", "int4:mse", "--inputs", "net", code=2)
     assert "with a file" in quantctl(
         "sweep", "--model", "net", "--spec", "int4", "--inputs", "net", code=2)
+    assert "without importance in a report" in quantctl(
+        "report", model, "-o", tmp_path / "report.html", *spec, code=2)
     # Of one tensor, by name.
     quantctl("quantize", model, *out, "--inputs", "net@calibrated", "--include",
              "fc.weight", "--spec", "int4:per-channel:mse:importance=elsewhere")

@@ -22,6 +22,9 @@ _ROUNDER = np.float32(1.5 * 2 ** 23)
 _LEAST_RANGE = np.float32(2.0 ** -60)
 _MOST_HALF = 65504
 _ROUNDS = 4
+# Beyond so many times the error that blocks have by themselves, other numbers
+# are tried for what a super-block shares.
+_SHARED_SHARE = 4
 _LINE_BLOCK = 32
 _SCALE_BLOCK = 16
 _MOST_SIX_BITS = 63
@@ -155,11 +158,11 @@ class _Lines:
         return (np.where(has_range, scale, np.float32(0)),
                 np.where(has_range, minimum, -low))
 
-    def _even(self) -> tuple[_Reals, _Reals]:
-        """The line of each block whose upper end is a power of two."""
+    def _end(self, code: int) -> tuple[_Reals, _Reals]:
+        """The line of each block whose upper end has that code."""
         low = np.minimum(self._x.min(axis=1), np.float32(0))
         high = np.maximum(self._x.max(axis=1), low)
-        scale = (high - low) / np.float32((self._most + 1) // 2)
+        scale = (high - low) / np.float32(code)
         return np.where(high - low > _LEAST_RANGE, scale, np.float32(0)), -low
 
     def _fit_halves(self, scale: _Reals, minimum: _Reals
@@ -245,7 +248,7 @@ class _Lines:
             return tuple(_to_half_above(line.reshape(-1, parts).max(axis=1) /
                                         np.float32(most)) for line in lines)
 
-        even = self._even()
+        even = self._end((self._most + 1) // 2)
         even_d, even_dmin = shared(even, (_MOST_SIX_BITS + 1) // 2)
         even_scale, even_minimum, even_error = self._choose(
             even, even_d, even_dmin)
@@ -270,10 +273,35 @@ class _Lines:
             d, dmin = next_d, next_dmin
         is_even &= even_error <= least
         in_blocks = np.repeat(is_even, parts)
-        return (np.where(is_even, even_d, best[0]),
+        least = np.where(is_even, even_error, least)
+        best = [np.where(is_even, even_d, best[0]),
                 np.where(is_even, even_dmin, best[1]),
                 np.where(in_blocks, even_scale, best[2]),
-                np.where(in_blocks, even_minimum, best[3]))
+                np.where(in_blocks, even_minimum, best[3])]
+        rows = np.flatnonzero(
+            least > _SHARED_SHARE * _total(self._error(*lines), parts))
+        if len(rows):
+            self._retry(rows, lines, least, best)
+        return tuple(best)
+
+    def _retry(self, rows: Array, lines: tuple[_Reals, _Reals], least: _Reals,
+               best: list[_Reals]) -> None:
+        """Tries other d and dmin for these super-blocks."""
+        parts = _SUPER_BLOCK // _LINE_BLOCK
+        own = _Lines(self._x.reshape(-1, _SUPER_BLOCK)[rows], self._most)
+        for found in (tuple(line.reshape(-1, parts)[rows].ravel()
+                            for line in lines), own._end(self._most)):
+            largest = [line.reshape(-1, parts).max(axis=1) for line in found]
+            for most in range(_MOST_SIX_BITS, _MOST_SIX_BITS // 2, -1):
+                d, dmin = (_to_half(one / np.float32(most)) for one in largest)
+                *integers, error = own._choose((found[0], found[1]), d, dmin)
+                better = error < least[rows]
+                least[rows[better]] = error[better]
+                best[0][rows[better]] = d[better]
+                best[1][rows[better]] = dmin[better]
+                for kept, new in zip(best[2:], integers):
+                    kept.reshape(-1, parts)[rows[better]] = new.reshape(
+                        -1, parts)[better]
 
 
 def _total(terms: _Reals, parts: int) -> _Reals:
@@ -425,8 +453,31 @@ class _Scales:
             goes_on = goes_on & (fit != d)
             d = fit
         is_even &= even_error <= least
-        return (np.where(is_even, even_d, best[0]),
-                np.where(np.repeat(is_even, parts), even_scale, best[1]))
+        least = np.where(is_even, even_error, least)
+        best = [np.where(is_even, even_d, best[0]),
+                np.where(np.repeat(is_even, parts), even_scale, best[1])]
+        rows = np.flatnonzero(
+            least > _SHARED_SHARE * _total(self._error(scales), parts))
+        if len(rows):
+            self._retry(rows, scales, least, best)
+        return best[0], best[1]
+
+    def _retry(self, rows: Array, scales: _Reals, least: _Reals,
+               best: list[_Reals]) -> None:
+        """Tries other d for these super-blocks."""
+        parts = _SUPER_BLOCK // _SCALE_BLOCK
+        own = _Scales(self._x.reshape(-1, _SUPER_BLOCK)[rows], _SCALE_BLOCK, 6)
+        for found in (scales.reshape(-1, parts)[rows].ravel(),
+                      _largest(own._x) / np.float32(self._least)):
+            largest = _largest(found.reshape(-1, parts))
+            for integer in range(-128, -64):
+                d = _to_half(largest / np.float32(integer))
+                chosen, error = own._choose(found, d)
+                better = error < least[rows]
+                least[rows[better]] = error[better]
+                best[0][rows[better]] = d[better]
+                best[1].reshape(-1, parts)[rows[better]] = chosen.reshape(
+                    -1, parts)[better]
 
     def _choose(self, scales: _Reals, d: _Reals) -> tuple[_Reals, _Reals]:
         parts = _SUPER_BLOCK // _SCALE_BLOCK
