@@ -947,6 +947,19 @@ def test_PythonMakesTheBlocksOfQuantctl(quantctl, tmp_path, kind):
     for name in weights:
         assert found[name].data.tobytes() == expected[name].data.tobytes(), name
     assert of_python.read_bytes() == of_quantctl.read_bytes()
+    # Some columns count more, and some nothing.
+    rng = np.random.default_rng(12)
+    importance = {name: imatrix.InputSquares(
+        (np.exp(3 * rng.standard_normal((2, weight.shape[1]))) *
+         (rng.random(weight.shape[1]) < 0.9)).astype(np.float32),
+        np.array([3, 0], np.float32)) for name, weight in weights.items()}
+    del importance["normal"]
+    imatrix.save(tmp_path / "i.gguf", importance)
+    quantctl(*NOWHERE, "quantize", source, "-o", of_quantctl, "--force",
+             "--spec", kind, "--importance", tmp_path / "i.gguf")
+    quantd.save(of_python, quantd.load(source), overwrite=True,
+                gguf_types=dict.fromkeys(weights, kind), importance=importance)
+    assert of_python.read_bytes() == of_quantctl.read_bytes()
 
 
 @pytest.mark.parametrize("kind", MADE)
@@ -1014,4 +1027,13 @@ def test_PythonTakesRealsOfAllTypesForBlocks(tmp_path, kind):
                         gguf_types=names)
         assert caught.value.reason == "ARGUMENT_INVALID"
         assert said in str(caught.value)
+    for entry, said in (({"single": 40}, "512 columns, got that of 40"),
+                        ({"other": 512}, "got none of them")):
+        with pytest.raises(quantd.QuantdError, match=said):
+            quantd.save(tmp_path / "y.gguf", {"single": weight},
+                        gguf_types={"single": kind}, importance={
+                            name: imatrix.InputSquares(
+                                np.ones((1, columns), np.float32),
+                                np.ones(1, np.float32))
+                            for name, columns in entry.items()})
     assert not (tmp_path / "y.gguf").exists()

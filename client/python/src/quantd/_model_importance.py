@@ -7,13 +7,11 @@ import dataclasses
 from typing import (TYPE_CHECKING, Callable, Iterable, Mapping, Optional,
                     Sequence, Union)
 
-import numpy as np
-
 from quantd import errors
+from quantd._input_squares import InputSquares
 from quantd._llama_names import llama_name
 from quantd._model_rounding import ModelRounding, StoredInputs
 from quantd.encoding import EncodingSpec, Importance
-from quantd.imatrix import InputSquares
 from quantd.tensor import TensorName
 
 if TYPE_CHECKING:
@@ -77,7 +75,7 @@ class ModelImportance:
                 raise errors.argument_invalid(
                     f"expected importance for the {columns} columns of {name}, "
                     f"got that of {entry.sums.shape[1]}", "importance")
-            self._weights[name] = _mean_squares(entry)
+            self._weights[name] = entry.mean_squares()
         if not self._weights:
             raise errors.argument_invalid(
                 "expected weights to quantize in the importance matrix, such "
@@ -148,13 +146,3 @@ def source_of(inputs: InputsLike, rounding: Optional[ModelRounding],
     if inputs is not None or rounding is not None:
         return inputs or rounding
     return ModelRounding(model, revision or "main") if model else None
-
-
-def _mean_squares(entry: InputSquares) -> list[float]:
-    """Of each column over the inputs of all matrices, as quantctl has it."""
-    count = float(np.asarray(entry.counts, np.float64).sum())
-    if count <= 0:
-        return [1.0] * entry.sums.shape[1]
-    means: list[float] = (np.asarray(entry.sums, np.float64).sum(0) /
-                          count).tolist()
-    return means

@@ -9,6 +9,7 @@ from typing import Any, Callable, Iterator, Mapping, Optional
 import torch
 
 from quantd import _arrays, _globs, _scales, errors
+from quantd._input_squares import InputSquares
 from quantd._model_importance import (InputsLike, ModelImportance,
                                       source_of)
 from quantd._model_rounding import ModelRounding, StoredInputs
@@ -18,7 +19,6 @@ from quantd._torch_blocks import (LaidOut, keeping_types, plain_block_size,
                                   spread)
 from quantd.client import Client
 from quantd.encoding import Encoding, EncodingSpec, Source
-from quantd.imatrix import InputSquares
 from quantd.results import QuantizedTensor
 
 # Elements that are compared at a time.

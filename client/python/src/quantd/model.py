@@ -12,6 +12,7 @@ from typing import (Any, Collection, Iterable, Iterator, Mapping, Optional,
 
 from quantd import _compressed, _files, _layout, errors
 from quantd._files import FileTensor, InputFile, SafetensorsWriter
+from quantd._input_squares import InputSquares
 from quantd._model_importance import (InputsLike, ModelImportance,
                                       source_of)
 from quantd._model_rounding import ModelRounding, StoredInputs
@@ -26,7 +27,6 @@ from quantd._ties import Group, Ties, TiesLike
 from quantd.client import Client
 from quantd.encoding import EncodingSpec
 from quantd.files import Path
-from quantd.imatrix import InputSquares
 from quantd.results import QuantizedTensor
 from quantd.tensor import TensorName, format_info
 

@@ -11,6 +11,7 @@ from typing import Any, Iterable, Mapping, Optional, Sequence, Union
 
 from quantd import errors
 from quantd._files import FileTensor
+from quantd._input_squares import InputSquares
 from quantd._model_importance import InputsLike, ModelImportance
 from quantd._model_rounding import ModelRounding, StoredInputs
 from quantd._plain import open_plain
@@ -21,7 +22,6 @@ from quantd._ties import Group, Ties, TiesLike, can_share
 from quantd.client import Client
 from quantd.encoding import Encoding, EncodingSpec
 from quantd.files import Path
-from quantd.imatrix import InputSquares
 from quantd.results import (CandidateMetrics, ErrorMetrics, Evaluation,
                             MixtureOption, SweepTotal, TensorStatistics)
 from quantd.tensor import TensorName
