@@ -329,12 +329,14 @@ absl::StatusOr<InputNames> FindInputs(
   if (names.empty() && is_needed) {
     return NoInputsError(options.inputs, StoredInputs::Need::kGram);
   }
-  if (!names.empty() && !without.empty()) {
+  if (!without.empty()) {
     session->PrintError(absl::StrCat(
         "quantctl: without the error at the output of the layer, as no Gram "
         "matrix of their inputs is stored: ",
         NamesText(without)));
-    if (!options.filter.include.empty()) session->Note(kServerError);
+    if (is_needed && !options.filter.include.empty()) {
+      session->Note(kServerError);
+    }
   }
   return names;
 }

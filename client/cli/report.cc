@@ -132,9 +132,9 @@ class Reporter {
     if (!specs.ok()) return session_.FailUsage(specs.status());
     for (size_t i = 0; i < specs->size(); ++i) {
       if (!(*specs)[i].spec.has_importance()) continue;
-      return session_.FailUsage(ArgumentInvalidError(absl::StrCat(
-          "expected specs without importance in a report, got ", specs_[i],
-          "; quantctl sweep measures it")));
+      return session_.FailUsage(ArgumentInvalidError(
+          absl::StrCat("expected specs without importance in a report, got ",
+                       specs_[i], "; quantctl sweep measures it")));
     }
     const absl::StatusOr<TensorInput> input = TensorInput::Open(options_.input);
     if (!input.ok()) return session_.Fail(input.status());

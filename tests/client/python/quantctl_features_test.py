@@ -406,6 +406,9 @@ def test_stored_moments_weigh_what_is_measured(quantctl, client, network):
         said = quantctl(command, *flags, "--include", "e*", "--include", "fc*",
                         code=1)
         assert "embed.weight" in said
+    # Moments alone do not tell the error at the output.
+    said = quantctl("evaluate", *flags, "--include", "fc*")
+    assert "without the error at the output of the layer" in said
     # evaluate also takes them from --model.
     document = quantctl("evaluate", folder / "model.safetensors", "--model",
                         "net", "--revision", "calibrated", "--include",
