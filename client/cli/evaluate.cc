@@ -19,6 +19,7 @@
 #include "client/cli/coded_input.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
+#include "client/cli/importance_options.h"
 #include "client/cli/plain_input.h"
 #include "client/cli/progress.h"
 #include "client/cli/selection.h"
@@ -35,6 +36,7 @@
 #include "client/files/gguf_types.h"
 #include "client/files/safetensors.h"
 #include "client/models/gguf_blocks.h"
+#include "client/models/model_importance.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tensor_engine.h"
 #include "client/models/tensor_input.h"
@@ -56,6 +58,8 @@ struct EvaluateOptions {
   std::string reference;
   TieFlags ties;
   InputsOptions inputs;
+  // The file of --importance.
+  std::string importance;
   // On the machine of the server one keeps it busy.
   StreamsOption streams = {1};
 };
@@ -154,6 +158,7 @@ bool IsBlocks(const Candidate& candidate, const files::FileTensor& tensor) {
 absl::StatusOr<EvaluateJob> MakeJob(const EvaluateOptions& options,
                                     const std::vector<Candidate>& candidates,
                                     const InputNames& inputs,
+                                    const ModelImportance& importance,
                                     const files::FileTensor& tensor) {
   EvaluateJob job;
   // A name is for what is stored alone.
@@ -175,9 +180,9 @@ absl::StatusOr<EvaluateJob> MakeJob(const EvaluateOptions& options,
       job.candidates.push_back({v1::EncodingReference(), candidate.label});
       continue;
     }
-    const absl::StatusOr<EncodingSpec> spec =
-        candidate.spec.SpecOf(tensor.shape);
+    absl::StatusOr<EncodingSpec> spec = candidate.spec.SpecOf(tensor.shape);
     if (!spec.ok()) return spec.status();
+    importance.Apply(tensor.name, &*spec);
     job.candidates.push_back({*spec, candidate.label});
   }
   return job;
@@ -241,14 +246,14 @@ void NoteMissing(const TensorInput& input, const TensorInput& reference,
 
 // The error of the blocks that a tensor becomes: the server compares what they
 // stand for with the tensor.
-absl::StatusOr<v1::ErrorMetrics> EvaluateBlocks(const EvaluateOptions& options,
-                                                const SpecTemplate& spec,
-                                                const files::FileTensor& tensor,
-                                                Client* client) {
+absl::StatusOr<v1::ErrorMetrics> EvaluateBlocks(
+    const EvaluateOptions& options, const SpecTemplate& spec,
+    const ModelImportance& importance, const files::FileTensor& tensor,
+    Client* client) {
   const files::GgufType& type = *BlockTypeFor(spec, tensor.shape);
   v1::ErrorMetrics metrics;
   const absl::StatusOr<std::vector<uint8_t>> blocks =
-      MakeGgufBlocks(tensor, type, &metrics);
+      MakeGgufBlocks(tensor, type, &metrics, importance.WeightsOf(tensor.name));
   if (!blocks.ok()) return blocks.status();
   files::GgufTensor coded;
   coded.type = &type;
@@ -273,9 +278,17 @@ absl::StatusOr<v1::ErrorMetrics> EvaluateBlocks(const EvaluateOptions& options,
   return result->comparison();
 }
 
+bool HasImportance(const std::vector<Candidate>& candidates) {
+  return std::any_of(candidates.begin(), candidates.end(),
+                     [](const Candidate& candidate) {
+                       return candidate.spec.spec.has_importance();
+                     });
+}
+
 // Puts what EvaluateBlocks finds among the candidates of the server.
 absl::Status AddBlocks(const EvaluateOptions& options,
                        const std::vector<Candidate>& candidates,
+                       const ModelImportance& importance,
                        const files::FileTensor& tensor, Client* client,
                        EvaluateResult* result) {
   EvaluateResult merged = *result;
@@ -287,7 +300,7 @@ absl::Status AddBlocks(const EvaluateOptions& options,
       continue;
     }
     const absl::StatusOr<v1::ErrorMetrics> metrics =
-        EvaluateBlocks(options, candidate.spec, tensor, client);
+        EvaluateBlocks(options, candidate.spec, importance, tensor, client);
     if (!metrics.ok()) return metrics.status();
     v1::CandidateMetrics* const added = merged.add_candidates();
     added->set_label(candidate.label);
@@ -299,15 +312,17 @@ absl::Status AddBlocks(const EvaluateOptions& options,
 
 // The inputs of the tensors, where --inputs asks for them. Says which tensors
 // have none.
-// Errors: ARGUMENT_INVALID if none of them has; those of StoredInputs::Read.
+// `is_needed`  --inputs are for nothing else.
+// Errors: ARGUMENT_INVALID if none of them has and it is needed; those of
+// StoredInputs::Read.
 absl::StatusOr<InputNames> FindInputs(
     const EvaluateOptions& options,
-    const std::vector<const files::FileTensor*>& tensors, Client* client,
-    Session* session) {
+    const std::vector<const files::FileTensor*>& tensors, bool is_needed,
+    Client* client, Session* session) {
   InputNames names;
   if (!options.inputs.IsGiven()) return names;
   const absl::StatusOr<StoredInputs> stored =
-      StoredInputs::Read(options.inputs, client);
+      StoredInputs::Read(options.inputs, StoredInputs::Need::kGram, client);
   if (!stored.ok()) return stored.status();
   std::vector<std::string> without;
   for (const files::FileTensor* const tensor : tensors) {
@@ -318,30 +333,59 @@ absl::StatusOr<InputNames> FindInputs(
       names[tensor->name] = std::move(inputs);
     }
   }
-  if (names.empty()) return NoInputsError(options.inputs);
+  if (names.empty() && is_needed) {
+    return NoInputsError(options.inputs, StoredInputs::Need::kGram);
+  }
   if (!without.empty()) {
     session->PrintError(absl::StrCat(
         "quantctl: without the error at the output of the layer, as no Gram "
         "matrix of their inputs is stored: ",
         NamesText(without)));
-    if (!options.filter.include.empty()) session->Note(kServerError);
+    if (is_needed && !options.filter.include.empty()) {
+      session->Note(kServerError);
+    }
   }
   return names;
+}
+
+// How much errors count, for the candidates. Says which tensors go without.
+// Errors: those of FindImportance.
+absl::StatusOr<ModelImportance> FindCandidatesImportance(
+    const EvaluateOptions& options, const std::vector<Candidate>& candidates,
+    const std::vector<const files::FileTensor*>& tensors, Client* client,
+    Session* session) {
+  InputsOptions inputs = options.inputs;
+  if (!inputs.IsGiven()) {
+    inputs.model = options.name.model;
+    inputs.revision = options.name.revision;
+  }
+  const absl::StatusOr<FoundImportance> found = FindImportance(
+      options.importance, inputs, tensors,
+      [&candidates](const files::FileTensor& /*tensor*/) {
+        std::vector<const SpecTemplate*> specs;
+        for (const Candidate& candidate : candidates) {
+          if (!candidate.is_stored) specs.push_back(&candidate.spec);
+        }
+        return specs;
+      },
+      client);
+  if (!found.ok()) return found.status();
+  ReportMissingImportance(options.importance, *found,
+                          !options.filter.include.empty(), session);
+  return found->importance;
 }
 
 // Gives each tensor its result. Against a reference unless that is null. With
 // `wants_all` all metrics, otherwise those of the table.
 // `ties`  groups of tensors that share outer scales.
 // Errors: what ends the run.
-absl::Status EvaluateAll(const EvaluateOptions& options,
-                         const std::vector<Candidate>& candidates,
-                         const InputNames& inputs,
-                         const std::vector<const files::FileTensor*>& tensors,
-                         const std::vector<TieGroup>& ties,
-                         const TensorInput* reference,
-                         const Connections& connections, bool wants_all,
-                         bool shows_progress,
-                         std::vector<absl::StatusOr<EvaluateResult>>* results) {
+absl::Status EvaluateAll(
+    const EvaluateOptions& options, const std::vector<Candidate>& candidates,
+    const InputNames& inputs, const ModelImportance& importance,
+    const std::vector<const files::FileTensor*>& tensors,
+    const std::vector<TieGroup>& ties, const TensorInput* reference,
+    const Connections& connections, bool wants_all, bool shows_progress,
+    std::vector<absl::StatusOr<EvaluateResult>>* results) {
   uint64_t total_bytes = 0;
   for (const files::FileTensor* const tensor : tensors) {
     total_bytes += tensor->data.size();
@@ -380,7 +424,7 @@ absl::Status EvaluateAll(const EvaluateOptions& options,
   work.make_job = [&](size_t k) {
     const size_t i = tasks[k];
     const files::FileTensor& tensor = *tensors[i];
-    EvaluateJob job = *MakeJob(options, candidates, inputs, tensor);
+    EvaluateJob job = *MakeJob(options, candidates, inputs, importance, tensor);
     if (!wants_all) {
       job.metrics = {v1::ERROR_METRIC_SQNR_DB,
                      v1::ERROR_METRIC_MAX_ABSOLUTE_ERROR};
@@ -431,8 +475,9 @@ absl::Status EvaluateAll(const EvaluateOptions& options,
     absl::StatusOr<EvaluateResult>& result = (*results)[i];
     if (!status.ok()) break;
     if (!result.ok()) continue;
-    const absl::Status added = AddBlocks(options, candidates, *tensors[i],
-                                         connections.clients()[0], &*result);
+    const absl::Status added =
+        AddBlocks(options, candidates, importance, *tensors[i],
+                  connections.clients()[0], &*result);
     status = check(added);
     if (!added.ok()) result = added;
   }
@@ -486,8 +531,12 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
   if (!connections.ok()) return session->FailUsage(connections.status());
   if (compares) NoteMissing(*input, *reference, options, session);
   const absl::StatusOr<InputNames> inputs =
-      FindInputs(options, *taken, connections->first(), session);
+      FindInputs(options, *taken, /*is_needed=*/!HasImportance(*candidates),
+                 connections->first(), session);
   if (!inputs.ok()) return FailEarly(inputs.status(), session);
+  const absl::StatusOr<ModelImportance> importance = FindCandidatesImportance(
+      options, *candidates, *taken, connections->first(), session);
+  if (!importance.ok()) return FailEarly(importance.status(), session);
   const bool has_inputs = !inputs->empty();
 
   Json list = Json::array();
@@ -545,7 +594,8 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
   absl::Status status;
   for (const files::FileTensor* const one : *taken) {
     const files::FileTensor& tensor = *one;
-    status = MakeJob(options, *candidates, *inputs, tensor).status();
+    status =
+        MakeJob(options, *candidates, *inputs, *importance, tensor).status();
     if (status.ok() && compares) status = CheckReference(*reference, tensor);
     if (!status.ok()) {
       fail(tensor, status);
@@ -562,8 +612,8 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
                    selected);
   if (!ties.ok()) return session->FailUsage(ties.status());
   std::vector<absl::StatusOr<EvaluateResult>> results(selected.size());
-  status = EvaluateAll(options, *candidates, *inputs, selected, *ties,
-                       compares ? &*reference : nullptr, *connections,
+  status = EvaluateAll(options, *candidates, *inputs, *importance, selected,
+                       *ties, compares ? &*reference : nullptr, *connections,
                        /*wants_all=*/session->json, !session->quiet, &results);
   if (!status.ok()) {
     // Not a tensor's but everybody's error.
@@ -642,8 +692,10 @@ void AddEvaluateCommand(Command* quantctl, Session* session) {
       command,
       "Also tell the error at the output of the layer, for the inputs whose "
       "Gram matrices are stored there: those of MODULE.weight under "
-      "MODULE.input, or under that of a layer that runtimes fuse with it");
+      "MODULE.input, or under that of a layer that runtimes fuse with it. "
+      "Specs with importance take the moments there; by default of --model");
   inputs->Excludes(reference);
+  AddImportanceOption(command, &options->importance)->Excludes(reference);
   command->AddExample(
       "quantctl evaluate model.safetensors \\\n"
       "  --spec int8:per-channel --spec nf4");

@@ -82,7 +82,8 @@ Options:
   importance[=INPUTS]   mse, sqnr, best-of: errors count by the mean square of
                         the inputs of their column, from stored statistics of
                         that tensor; default MODULE.input for MODULE.weight.
-                        Write %3A for ":" in its name
+                        --inputs says of which model. Write %3A for ":" in its
+                        name
   importance-axis=N     the dimension that has the inputs; default the last
 
 What granularity costs:

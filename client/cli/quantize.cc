@@ -12,12 +12,12 @@
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/compressed_scheme.h"
+#include "client/cli/importance_options.h"
 #include "client/cli/interrupt.h"
 #include "client/cli/progress.h"
 #include "client/cli/quantize_activations.h"
 #include "client/cli/quantize_folder.h"
 #include "client/cli/quantize_gguf.h"
-#include "client/cli/quantize_importance.h"
 #include "client/cli/quantize_options.h"
 #include "client/cli/quantize_output.h"
 #include "client/cli/quantize_parts.h"
@@ -124,8 +124,8 @@ const Option* AddTensorOptions(Command* command, QuantizeOptions* options) {
                   "number; reject fails a tensor with NaN or an infinity. By "
                   "default the format's code of NaN, or else that of 0")
       ->OneOf({"zero-point", "qmin", "reject"});
-  AddRoundingOptions(command, &options->rounding);
-  AddImportanceOption(command, options);
+  AddRoundingOptions(command, options);
+  AddImportanceOption(command, &options->importance);
   options->ties.AddOptions(command, "Tensors that share one outer scale");
   command->AddFlag("--evaluate", &options->evaluate,
                    "Measure the error of every quantized tensor");
@@ -160,8 +160,8 @@ void AddExamplesAndNotes(Command* command) {
       "  --spec int4:group:128 --rounding compensated --inputs acme/net",
       "for the outputs of layers; the hook of torch stores their inputs");
   command->AddExample(
-      "quantctl quantize model-f16.gguf -o model-q4_0.gguf \\\n"
-      "  --spec int4:group:32:scale=float16:mse --importance imatrix.gguf",
+      "quantctl quantize model-f16.gguf -o model-q4_k.gguf --spec q4_K \\\n"
+      "  --importance imatrix.gguf",
       "as llama.cpp's imatrix says which inputs matter");
   command->AddNote(
       "Of an ONNX model the initializers are quantized, to a safetensors file. "
@@ -189,9 +189,10 @@ class Quantizer {
     const absl::StatusOr<std::optional<Part>> part = ParsePartOptions(options_);
     if (!part.ok()) return session_.FailUsage(part.status());
     absl::Status status = CheckGgufOptions(options_, *specs);
+    if (status.ok()) status = CheckRounding(options_, *specs);
     if (!status.ok()) return session_.FailUsage(status);
     std::optional<Connections> connections;
-    if (NeedsActivations(options_) || options_.rounding.IsCompensated()) {
+    if (NeedsActivations(options_) || NeedsInputs(options_, *specs)) {
       status = Connect(&connections);
       if (!status.ok()) return session_.FailUsage(status);
     }
@@ -379,8 +380,8 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
     if (!has_model) {
       options->name.model = FileStem(options->input);
     }
-    absl::Status status = ApplyScheme(options.get());
-    if (status.ok()) status = CheckRounding(has_model, options.get());
+    ResolveInputs(has_model, options.get());
+    const absl::Status status = ApplyScheme(options.get());
     if (!status.ok()) return session->FailUsage(status);
     Quantizer(*options, session).Run();
   });

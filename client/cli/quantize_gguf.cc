@@ -187,7 +187,8 @@ class GgufOutput {
       Outcome& outcome = plan_.outcomes.at(tensor.name);
       v1::ErrorMetrics metrics;
       const absl::StatusOr<std::vector<uint8_t>> blocks =
-          MakeGgufBlocks(tensor, *entries_[index].type, &metrics);
+          MakeGgufBlocks(tensor, *entries_[index].type, &metrics,
+                         plan_.importance.importance.WeightsOf(tensor.name));
       progress->Add(tensor.data.size(), tensor.name);
       if (!blocks.ok()) {
         outcome.status = blocks.status();
@@ -269,12 +270,6 @@ absl::Status CheckGgufOptions(const QuantizeOptions& options,
         "expected --rounding nearest with ", type,
         ": quantctl makes its blocks itself; specs of the server, such as "
         "int4:group:32:scale=float16, can be compensated"));
-  }
-  if (!type.empty() && !options.importance.empty()) {
-    return ArgumentInvalidError(absl::StrCat(
-        "expected no --importance with ", type,
-        ": quantctl makes its blocks itself, without; specs of the server, "
-        "such as int4:group:32:scale=float16:mse, take it"));
   }
   if (!options.IsGguf()) {
     return options.metadata.empty()

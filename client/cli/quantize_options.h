@@ -26,8 +26,6 @@ struct PartOptions {
 // --rounding and what goes with it.
 struct RoundingOptions {
   std::string method = "nearest";
-  // Resolved after CheckRounding.
-  InputsOptions inputs;
   std::optional<double> damping;
   std::string column_order;
 
@@ -55,6 +53,9 @@ struct QuantizeOptions {
   std::string nan_policy;
   TieFlags ties;
   RoundingOptions rounding;
+  // Where the statistics of layers' inputs are, for rounding and for specs with
+  // importance. Resolved after ResolveInputs; without a model if none is given.
+  InputsOptions inputs;
   // The file of --importance.
   std::string importance;
   bool evaluate = false;

@@ -13,6 +13,7 @@
 
 #include "absl/algorithm/container.h"
 #include "absl/container/flat_hash_set.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
@@ -24,9 +25,9 @@
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/fused_experts.h"
 #include "client/cli/gguf_output.h"
+#include "client/cli/importance_options.h"
 #include "client/cli/plain_input.h"
 #include "client/cli/quantize_activations.h"
-#include "client/cli/quantize_importance.h"
 #include "client/cli/quantize_resume.h"
 #include "client/cli/quantize_rounding.h"
 #include "client/cli/selection.h"
@@ -222,8 +223,8 @@ absl::Status CheckOutput(const QuantizeOptions& options, QuantizePlan* plan,
   const std::vector<std::string>& paths = plan->shards[0]->input.paths();
   inputs.insert(inputs.end(), paths.begin(), paths.end());
   plan->shards[0]->if_exists = options.output.if_exists();
-  inputs.insert(inputs.end(), {options.metadata, options.importance,
-                               options.rounding.inputs.map});
+  inputs.insert(inputs.end(),
+                {options.metadata, options.importance, options.inputs.map});
   return options.output.CheckFile(
       inputs, options.IsGguf() ? ".gguf" : ".safetensors", session);
 }
@@ -633,6 +634,34 @@ absl::Status FindAllTies(const QuantizeOptions& options, QuantizePlan* plan) {
   return absl::OkStatus();
 }
 
+// Sets how much errors count.
+// Errors: those of FindImportance.
+absl::Status WeighAll(
+    const QuantizeOptions& options, Client* client,
+    absl::FunctionRef<bool(const std::string& tensor)> is_named,
+    QuantizePlan* plan) {
+  std::vector<const files::FileTensor*> tensors;
+  for (const std::unique_ptr<Shard>& shard : plan->shards) {
+    tensors.insert(tensors.end(), shard->selected.begin(),
+                   shard->selected.end());
+    for (const auto& [tensor, type] : shard->blocks) tensors.push_back(tensor);
+  }
+  absl::StatusOr<FoundImportance> found = FindImportance(
+      options.importance, options.inputs, tensors,
+      [plan](const files::FileTensor& tensor) {
+        return std::vector<const SpecTemplate*>{plan->specs.For(tensor.name)};
+      },
+      client);
+  if (!found.ok()) return found.status();
+  const auto named = std::stable_partition(
+      found->missing.begin(), found->missing.end(),
+      [&](const std::string& tensor) { return !is_named(tensor); });
+  plan->named_unweighted.assign(named, found->missing.end());
+  found->missing.erase(named, found->missing.end());
+  plan->importance = *std::move(found);
+  return absl::OkStatus();
+}
+
 // What this run writes: all shards, or a part of them.
 void MakeTargets(QuantizePlan* plan) {
   std::vector<std::vector<Share>> shares;
@@ -720,12 +749,14 @@ EncodingSpec QuantizePlan::SpecOf(const files::FileTensor& tensor) const {
       tensor.dtype == files::Dtype::kBF16) {
     spec.set_scale_type(v1::SCALE_TYPE_BFLOAT16);
   }
-  if (const auto found = importance.find(tensor.name);
-      found != importance.end()) {
-    spec.mutable_importance()->mutable_weight()->Assign(found->second.begin(),
-                                                        found->second.end());
-  }
+  importance.importance.Apply(tensor.name, &spec);
   return spec;
+}
+
+bool QuantizePlan::IsWeighed(const files::FileTensor& tensor) const {
+  return specs.For(tensor.name)->gguf_type.empty()
+             ? SpecOf(tensor).has_importance()
+             : !importance.importance.WeightsOf(tensor.name).empty();
 }
 
 absl::StatusOr<std::optional<Part>> ParsePartOptions(
@@ -769,7 +800,7 @@ absl::StatusOr<QuantizePlan> MakePlan(const QuantizeOptions& options,
   };
   if (status.ok()) status = FindRoundings(options, client, is_named, &plan);
   // Behind the ties: tensors that share a scale may weigh errors differently.
-  if (status.ok()) status = FindImportance(options, is_named, &plan);
+  if (status.ok()) status = WeighAll(options, client, is_named, &plan);
   if (!status.ok()) return status;
   for (const std::unique_ptr<Shard>& shard : plan.shards) {
     SetKeys(options, session->server, plan, shard.get());

@@ -17,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "client/cli/compressed_model.h"
 #include "client/cli/fused_experts.h"
+#include "client/cli/importance_options.h"
 #include "client/cli/quantize_options.h"
 #include "client/cli/quantize_outcome.h"
 #include "client/cli/quantize_parts.h"
@@ -82,10 +83,9 @@ struct QuantizePlan {
   // asked for by themselves.
   std::vector<std::string> nearest;
   std::vector<std::string> named_nearest;
-  // How much errors in each column count, by tensor; likewise tensors that a
-  // file of it does not have.
-  std::map<std::string, std::vector<double>> importance;
-  std::vector<std::string> unweighted;
+  // How much errors in each column count; of the tensors that it is missing of
+  // those that somebody asked for by themselves are apart.
+  FoundImportance importance;
   std::vector<std::string> named_unweighted;
   // Tensors of the input that became one for each expert.
   std::vector<FusedExperts> experts;
@@ -132,6 +132,9 @@ struct QuantizePlan {
   bool AnyFailed(const Shard& shard) const;
   // Requires: a tensor that is quantized.
   EncodingSpec SpecOf(const files::FileTensor& tensor) const;
+  // Whether importance weighs its errors.
+  // Requires: as SpecOf.
+  bool IsWeighed(const files::FileTensor& tensor) const;
 };
 
 // The part of --part; nothing without one.
@@ -143,8 +146,7 @@ absl::StatusOr<std::optional<Part>> ParsePartOptions(
 // Opens all inputs and decides what is to be done with each, and what is there
 // already. Writes nothing. A tensor that cannot be quantized has its error in
 // `outcomes`. `client` reads stored encodings of activations and
-// finds stored inputs; null where NeedsActivations is false and the rounding is
-// not compensated.
+// finds stored inputs; null where NeedsActivations and NeedsInputs are false.
 // Errors: ARGUMENT_INVALID and those of files and of the client.
 absl::StatusOr<QuantizePlan> MakePlan(const QuantizeOptions& options,
                                       const SpecSet& specs,

@@ -15,6 +15,7 @@
 #include "absl/strings/string_view.h"
 #include "client/cli/draft_revision.h"
 #include "client/cli/fused_experts.h"
+#include "client/cli/importance_options.h"
 #include "client/cli/printable.h"
 #include "client/cli/quantize_outcome.h"
 #include "client/cli/quantize_parts.h"
@@ -100,7 +101,7 @@ std::string ResultText(const Shard& shard, const Outcome& outcome) {
 }
 
 Json OutcomeJson(const Shard& shard, const files::FileTensor& tensor,
-                 const Outcome& outcome, bool has_importance) {
+                 const Outcome& outcome, const QuantizePlan& plan) {
   const char* const result = shard.is_kept          ? "kept"
                              : !outcome.status.ok() ? "failed"
                              : !shard.is_written    ? "not written"
@@ -115,7 +116,7 @@ Json OutcomeJson(const Shard& shard, const files::FileTensor& tensor,
   if (outcome.is_quantized) {
     json["format"] = outcome.format;
     json["rounding"] = outcome.is_compensated ? "compensated" : "nearest";
-    json["importance"] = has_importance;
+    json["importance"] = plan.IsWeighed(tensor);
     json["mantissa_bits"] = outcome.mantissa_bits;
     json["clipped_low_count"] = outcome.clipped_low_count;
     json["clipped_high_count"] = outcome.clipped_high_count;
@@ -211,9 +212,8 @@ class RunReport {
     for (const std::unique_ptr<Shard>& shard : plan_.shards) {
       for (const files::FileTensor& tensor : shard->input.tensors()) {
         if (!plan_.IsInScope(tensor)) continue;
-        list.push_back(OutcomeJson(*shard, tensor,
-                                   plan_.outcomes.at(tensor.name),
-                                   plan_.importance.count(tensor.name) > 0));
+        list.push_back(
+            OutcomeJson(*shard, tensor, plan_.outcomes.at(tensor.name), plan_));
       }
     }
     session_.PrintJson({{"input", options_.input},
@@ -418,19 +418,25 @@ class RunReport {
     }
   }
 
-  // Tensors that the file of --importance does not have.
+  // Tensors whose errors nothing weighs, although that was asked for.
   void PrintUnweighted() const {
-    if (!plan_.unweighted.empty()) {
+    const FoundImportance& found = plan_.importance;
+    if (!found.missing.empty()) {
       session_.PrintError(absl::StrCat(
-          "quantctl: quantized without importance, as ", options_.importance,
-          " does not have them: ", NamesText(plan_.unweighted)));
+          "quantctl: ", MissingImportanceText("quantized", options_.importance,
+                                              found.missing)));
+    }
+    if (!found.untaken.empty()) {
+      session_.PrintError(absl::StrCat(
+          "quantctl: ", UntakenImportanceText("quantized", found.untaken)));
     }
     if (!plan_.named_unweighted.empty()) {
       session_.Note(kServerError);
-      session_.PrintError(absl::StrCat(
-          "quantctl: asked for, but quantized without importance, as ",
-          options_.importance, " does not have them: ",
-          NamesText(plan_.named_unweighted), "; see --exclude"));
+      session_.PrintError(
+          absl::StrCat("quantctl: asked for, but ",
+                       MissingImportanceText("quantized", options_.importance,
+                                             plan_.named_unweighted),
+                       "; see --exclude"));
     }
   }
 

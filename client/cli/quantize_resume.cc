@@ -24,6 +24,7 @@
 #include "absl/time/clock.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/fused_experts.h"
+#include "client/cli/importance_options.h"
 #include "client/cli/output.h"
 #include "client/cli/quantize_outcome.h"
 #include "client/cli/quantize_parts.h"
@@ -74,13 +75,17 @@ std::string CommandText(const QuantizeOptions& options, const SpecSet& specs) {
   const RoundingOptions& rounding = options.rounding;
   if (rounding.IsCompensated()) {
     absl::StrAppend(&text, "\nrounding=", rounding.method, " ",
-                    rounding.inputs.model, "@", rounding.inputs.revision, " ",
+                    options.inputs.model, "@", options.inputs.revision, " ",
                     rounding.damping.has_value()
                         ? absl::StrFormat("%.17g", *rounding.damping)
                         : "",
                     " ", rounding.column_order);
   }
   if (!options.importance.empty()) absl::StrAppend(&text, "\nimportance");
+  if (HasImportance(specs)) {
+    absl::StrAppend(&text, "\nimportance=", options.inputs.model, "@",
+                    options.inputs.revision);
+  }
   if (options.ties.no_defaults) absl::StrAppend(&text, "\nno-ties");
   for (const std::string& tie : options.ties.patterns) {
     absl::StrAppend(&text, "\ntie=", tie);
@@ -402,6 +407,12 @@ void SetKeys(const QuantizeOptions& options, const std::string& server,
     absl::StrAppend(&text, "rounding ", tensor->name, " ",
                     found->second.rounding.inputs().tensor(), " ",
                     found->second.state, "\n");
+  }
+  for (const files::FileTensor* const tensor : shard->selected) {
+    const auto found = plan.importance.states.find(tensor->name);
+    if (found == plan.importance.states.end()) continue;
+    absl::StrAppend(&text, "importance ", tensor->name, " ", found->second,
+                    "\n");
   }
   // The shapes of both tensors of experts say how each lies.
   for (const FusedExperts& experts : plan.experts) {

@@ -10,6 +10,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "client/cli/importance_options.h"
 #include "client/cli/quantize_outcome.h"
 #include "client/cli/stored_inputs.h"
 #include "client/cpp/errors.h"
@@ -26,12 +27,13 @@ v1::ColumnOrder ColumnOrderOf(absl::string_view text) {
   return order;
 }
 
-v1::Rounding MakeRounding(const RoundingOptions& options,
+v1::Rounding MakeRounding(const QuantizeOptions& all,
                           const std::string& inputs) {
+  const RoundingOptions& options = all.rounding;
   v1::Rounding rounding;
   rounding.set_method(v1::ROUNDING_METHOD_COMPENSATED);
-  rounding.mutable_inputs()->set_model(options.inputs.model);
-  rounding.mutable_inputs()->set_revision(options.inputs.revision);
+  rounding.mutable_inputs()->set_model(all.inputs.model);
+  rounding.mutable_inputs()->set_revision(all.inputs.revision);
   rounding.mutable_inputs()->set_tensor(inputs);
   if (options.damping.has_value()) rounding.set_damping(*options.damping);
   rounding.set_column_order(ColumnOrderOf(options.column_order));
@@ -41,9 +43,10 @@ v1::Rounding MakeRounding(const RoundingOptions& options,
 
 }  // namespace
 
-void AddRoundingOptions(Command* command, RoundingOptions* options) {
+void AddRoundingOptions(Command* command, QuantizeOptions* options) {
+  RoundingOptions* const rounding = &options->rounding;
   command
-      ->AddOption("--rounding", &options->method, "",
+      ->AddOption("--rounding", &rounding->method, "",
                   "To the nearest code, or compensated: each column of a "
                   "weight makes up for the errors of those before it (GPTQ), "
                   "with the Gram matrix of its layer's inputs. Tensors without "
@@ -52,45 +55,58 @@ void AddRoundingOptions(Command* command, RoundingOptions* options) {
       ->ShowDefault();
   options->inputs.AddOptions(
       command,
-      "Where the Gram matrices are: for MODULE.weight under MODULE.input, or "
-      "under that of a layer that runtimes fuse with it. By default --model");
-  command->AddOption("--damping", &options->damping, "FRACTION",
+      "Where the Gram matrices for --rounding are, and the moments for specs "
+      "with importance: for MODULE.weight under MODULE.input, or under that of "
+      "a layer that runtimes fuse with it. By default --model");
+  command->AddOption("--damping", &rounding->damping, "FRACTION",
                      "What is added to the diagonal of a Gram matrix, of its "
                      "mean; default 0.01");
   command
-      ->AddOption("--column-order", &options->column_order, "",
+      ->AddOption("--column-order", &rounding->column_order, "",
                   "Columns by falling power of their input, or as they are; "
                   "default activation")
       ->OneOf({"activation", "natural"});
 }
 
-absl::Status CheckRounding(bool has_model, QuantizeOptions* options) {
-  RoundingOptions& rounding = options->rounding;
+void ResolveInputs(bool has_model, QuantizeOptions* options) {
+  if (!options->inputs.text.empty()) {
+    options->inputs.Resolve();
+  } else if (has_model) {
+    options->inputs.model = options->name.model;
+    options->inputs.revision = options->name.revision;
+  }
+}
+
+bool NeedsInputs(const QuantizeOptions& options, const SpecSet& specs) {
+  return options.rounding.IsCompensated() || HasImportance(specs);
+}
+
+absl::Status CheckRounding(const QuantizeOptions& options,
+                           const SpecSet& specs) {
+  const RoundingOptions& rounding = options.rounding;
+  if (options.inputs.IsGiven() && !NeedsInputs(options, specs)) {
+    return ArgumentInvalidError(
+        "expected --inputs and --inputs-map with --rounding compensated or a "
+        "spec with importance");
+  }
   if (!rounding.IsCompensated()) {
-    if (!rounding.inputs.IsGiven() && !rounding.damping.has_value() &&
-        rounding.column_order.empty()) {
+    if (!rounding.damping.has_value() && rounding.column_order.empty()) {
       return absl::OkStatus();
     }
     return ArgumentInvalidError(
-        "expected --inputs, --inputs-map, --damping and --column-order with "
-        "--rounding compensated");
+        "expected --damping and --column-order with --rounding compensated");
   }
   if (rounding.damping.has_value() &&
       !(*rounding.damping >= 0 && std::isfinite(*rounding.damping))) {
     return ArgumentInvalidError("expected --damping of at least 0");
   }
-  if (options->evaluate) {
+  if (options.evaluate) {
     return ArgumentInvalidError(
         "expected --rounding compensated without --evaluate, which measures "
         "rounding to the nearest; `quantctl dequantize` and `quantctl evaluate "
         "--reference` measure the output");
   }
-  if (!rounding.inputs.text.empty()) {
-    rounding.inputs.Resolve();
-  } else if (has_model) {
-    rounding.inputs.model = options->name.model;
-    rounding.inputs.revision = options->name.revision;
-  } else {
+  if (options.inputs.model.empty()) {
     return ArgumentInvalidError(
         "expected --inputs or --model with --rounding compensated: where the "
         "Gram matrices are");
@@ -104,13 +120,13 @@ absl::Status FindRoundings(
     QuantizePlan* plan) {
   if (!options.rounding.IsCompensated()) return absl::OkStatus();
   const absl::StatusOr<StoredInputs> stored =
-      StoredInputs::Read(options.rounding.inputs, client);
+      StoredInputs::Read(options.inputs, StoredInputs::Need::kGram, client);
   if (!stored.ok()) return stored.status();
   for (const std::unique_ptr<Shard>& shard : plan->shards) {
     for (const files::FileTensor* const tensor : shard->selected) {
       const std::string inputs = stored->Of(tensor->name);
       if (!inputs.empty()) {
-        plan->roundings[tensor->name] = {MakeRounding(options.rounding, inputs),
+        plan->roundings[tensor->name] = {MakeRounding(options, inputs),
                                          stored->StateOf(inputs)};
       } else if (is_named(tensor->name)) {
         plan->named_nearest.push_back(tensor->name);
@@ -120,7 +136,7 @@ absl::Status FindRoundings(
     }
   }
   if (!plan->roundings.empty()) return absl::OkStatus();
-  return NoInputsError(options.rounding.inputs);
+  return NoInputsError(options.inputs, StoredInputs::Need::kGram);
 }
 
 }  // namespace quantd::cli

@@ -11,16 +11,25 @@
 #include "client/cli/quantize_options.h"
 #include "client/cli/quantize_plan.h"
 #include "client/cpp/client.h"
+#include "client/models/spec_syntax.h"
 
 namespace quantd::cli {
 
-// --rounding and what goes with it.
-void AddRoundingOptions(Command* command, RoundingOptions* options);
+// --rounding and what goes with it, and --inputs.
+void AddRoundingOptions(Command* command, QuantizeOptions* options);
 
-// Refuses what does not go together, and sets where the inputs are.
+// Sets where the statistics of inputs are.
 // `has_model`  --model is given.
+void ResolveInputs(bool has_model, QuantizeOptions* options);
+
+// Refuses what does not go together.
+// Requires: ResolveInputs.
 // Errors: ARGUMENT_INVALID.
-absl::Status CheckRounding(bool has_model, QuantizeOptions* options);
+absl::Status CheckRounding(const QuantizeOptions& options,
+                           const SpecSet& specs);
+
+// Whether the statistics of inputs are read.
+bool NeedsInputs(const QuantizeOptions& options, const SpecSet& specs);
 
 // Sets the plan's roundings by the statistics of inputs that are stored, and
 // what is said of tensors that have none.

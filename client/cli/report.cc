@@ -1,4 +1,5 @@
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <iterator>
@@ -39,6 +40,7 @@
 #include "client/cpp/tensor.h"
 #include "client/files/atomic_file.h"
 #include "client/files/safetensors.h"
+#include "client/models/model_importance.h"
 #include "client/models/model_sweep.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tensor_input.h"
@@ -128,6 +130,12 @@ class Reporter {
     const absl::StatusOr<std::vector<SpecTemplate>> specs =
         ParseSpecs(specs_, options_.spec);
     if (!specs.ok()) return session_.FailUsage(specs.status());
+    for (size_t i = 0; i < specs->size(); ++i) {
+      if (!(*specs)[i].spec.has_importance()) continue;
+      return session_.FailUsage(ArgumentInvalidError(
+          absl::StrCat("expected specs without importance in a report, got ",
+                       specs_[i], "; quantctl sweep measures it")));
+    }
     const absl::StatusOr<TensorInput> input = TensorInput::Open(options_.input);
     if (!input.ok()) return session_.Fail(input.status());
     absl::Status status = CheckPlain(*input, options_.input);
@@ -223,8 +231,9 @@ class Reporter {
     absl::StatusOr<std::vector<TieGroup>> groups =
         FindFileTies(TieFlags(), /*matters=*/true, taken);
     if (!groups.ok()) return groups.status();
-    const absl::StatusOr<ModelSweep> sweep = SweepWithProgress(
-        taken, specs, {*budget_}, *groups, client_.get(), !session_.quiet);
+    const absl::StatusOr<ModelSweep> sweep =
+        SweepWithProgress(taken, specs, {*budget_}, *groups, ModelImportance(),
+                          client_.get(), !session_.quiet);
     if (!sweep.ok()) return sweep.status();
     for (const MeasuredTensor& tensor : sweep->tensors) AddMeasured(tensor);
     TakeMixture(sweep->mixtures[0]);

@@ -1,5 +1,6 @@
 #include "client/cli/stored_inputs.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <map>
@@ -10,12 +11,14 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/tensor.h"
 #include "client/cpp/text_file.h"
 #include "client/files/errors.h"
 #include "client/files/json.h"
@@ -27,6 +30,30 @@ namespace quantd::cli {
 namespace {
 
 constexpr absl::string_view kWeight = ".weight";
+constexpr absl::string_view kInputSuffix = ".input";
+
+// Whether a weight may have the tensor as its inputs.
+bool MayBeInputs(const std::string& tensor,
+                 const std::map<std::string, std::string>& map) {
+  return tensor == "input" || absl::EndsWith(tensor, kInputSuffix) ||
+         std::any_of(map.begin(), map.end(), [&tensor](const auto& entry) {
+           return entry.second == tensor;
+         });
+}
+
+// Errors: of the client.
+absl::StatusOr<bool> HasMoments(const InputsOptions& options,
+                                const std::string& tensor, Client* client) {
+  TensorName name;
+  name.set_model(options.model);
+  name.set_revision(options.revision);
+  name.set_tensor(tensor);
+  const absl::StatusOr<v1::GetStatisticsResponse> stored =
+      client->GetStatistics(name, /*with_state=*/false, /*per_tensor=*/false,
+                            /*with_moments=*/true);
+  if (!stored.ok()) return stored.status();
+  return stored->has_moments();
+}
 
 }  // namespace
 
@@ -65,7 +92,7 @@ absl::StatusOr<std::map<std::string, std::string>> ReadInputsMap(
 }
 
 absl::StatusOr<StoredInputs> StoredInputs::Read(const InputsOptions& options,
-                                                Client* client) {
+                                                Need need, Client* client) {
   StoredInputs stored;
   absl::StatusOr<std::map<std::string, std::string>> map =
       ReadInputsMap(options.map);
@@ -75,17 +102,23 @@ absl::StatusOr<StoredInputs> StoredInputs::Read(const InputsOptions& options,
       client->ListStatistics(options.model, options.revision);
   if (!entries.ok()) return entries.status();
   for (const v1::StatisticsEntry& entry : *entries) {
-    if (entry.gram_size_bytes() == 0) continue;
     stored.states_[entry.tensor()] = absl::StrCat(
         entry.source_count(), " ", entry.size_bytes(), " ",
         entry.update_time().seconds(), " ", entry.update_time().nanos());
+    absl::StatusOr<bool> is_usable = entry.gram_size_bytes() > 0;
+    if (!*is_usable && need == Need::kMoments &&
+        MayBeInputs(entry.tensor(), stored.map_)) {
+      is_usable = HasMoments(options, entry.tensor(), client);
+    }
+    if (!is_usable.ok()) return is_usable.status();
+    if (*is_usable) stored.usable_.insert(entry.tensor());
   }
   for (const std::string& text : DefaultTies()) {
     stored.patterns_.push_back(*TiePattern::Parse(text));
   }
-  for (const auto& [inputs, state] : stored.states_) {
+  for (const std::string& inputs : stored.usable_) {
     absl::string_view module = inputs;
-    if (!absl::ConsumeSuffix(&module, ".input")) continue;
+    if (!absl::ConsumeSuffix(&module, kInputSuffix)) continue;
     const std::string label = stored.LabelOf(absl::StrCat(module, kWeight));
     if (!label.empty()) stored.fused_[label].push_back(inputs);
   }
@@ -100,11 +133,16 @@ std::string StoredInputs::Of(const std::string& tensor) const {
     // Of a module without a name.
     return tensor == "weight" && Has("input") ? "input" : "";
   }
-  std::string own = absl::StrCat(module, ".input");
+  std::string own = absl::StrCat(module, kInputSuffix);
   if (Has(own)) return own;
   const auto fused = fused_.find(LabelOf(tensor));
   return fused != fused_.end() && fused->second.size() == 1 ? fused->second[0]
                                                             : "";
+}
+
+std::string StoredInputs::StateOf(const std::string& inputs) const {
+  const auto found = states_.find(inputs);
+  return found == states_.end() ? "" : found->second;
 }
 
 std::string StoredInputs::LabelOf(const std::string& tensor) const {
@@ -115,12 +153,15 @@ std::string StoredInputs::LabelOf(const std::string& tensor) const {
   return "";
 }
 
-absl::Status NoInputsError(const InputsOptions& options) {
-  return ArgumentInvalidError(
-      absl::StrCat("expected Gram matrices of inputs in model \"",
-                   options.model, "\", revision ", options.revision,
-                   ", got none for the tensors; quantctl calibrate --gram and "
-                   "quantd.torch.calibrate with features=\"gram\" store them"));
+absl::Status NoInputsError(const InputsOptions& options,
+                           StoredInputs::Need need) {
+  const bool is_gram = need == StoredInputs::Need::kGram;
+  return ArgumentInvalidError(absl::StrCat(
+      "expected ", is_gram ? "" : "moments or ",
+      "Gram matrices of inputs in model \"", options.model, "\", revision ",
+      options.revision, ", got none for the tensors; quantctl calibrate ",
+      is_gram ? "--gram" : "--moments or --gram",
+      " and quantd.torch.calibrate with features=\"gram\" store them"));
 }
 
 double OutputSqnrDb(const v1::OutputNoise& noise) {

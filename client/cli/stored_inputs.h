@@ -5,6 +5,7 @@
 
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -30,8 +31,7 @@ struct InputsOptions {
 
   // `help`  of --inputs. Returns --inputs.
   Option* AddOptions(Command* command, const char* help);
-  // Sets where the inputs are.
-  // Requires: `text` is not empty.
+  // Sets where the inputs are; no model without `text`.
   void Resolve();
 
   bool IsGiven() const { return !text.empty() || !map.empty(); }
@@ -42,40 +42,45 @@ struct InputsOptions {
 absl::StatusOr<std::map<std::string, std::string>> ReadInputsMap(
     const std::string& path);
 
-// The names under which a revision has Gram matrices of inputs. Immutable.
+// The names under which a revision has features of inputs. Immutable.
 class StoredInputs {
  public:
+  // What inputs must have: a Gram matrix, or at least moments.
+  enum class Need { kGram, kMoments };
+
   // Errors: FILE_UNREADABLE, FILE_MALFORMED of the map; of the client.
   static absl::StatusOr<StoredInputs> Read(const InputsOptions& options,
-                                           Client* client);
+                                           Need need, Client* client);
 
   // The name of the inputs of a weight; empty where there are none. Those of
   // MODULE.weight are MODULE.input, or what the map says. Inputs that a layer
   // shares with those that it is fused with lie under the name of one of them.
   std::string Of(const std::string& tensor) const;
 
-  // Tells the statistics from those of another time.
-  const std::string& StateOf(const std::string& inputs) const {
-    return states_.at(inputs);
-  }
+  // Tells the statistics from those of another time; empty where there are
+  // none.
+  std::string StateOf(const std::string& inputs) const;
 
  private:
   StoredInputs() = default;
 
   bool Has(const std::string& inputs) const {
-    return states_.find(inputs) != states_.end();
+    return usable_.find(inputs) != usable_.end();
   }
   std::string LabelOf(const std::string& tensor) const;
 
   std::map<std::string, std::string> map_;
+  // Of all statistics; usable ones have what is needed.
   std::map<std::string, std::string> states_;
+  std::set<std::string> usable_;
   std::vector<TiePattern> patterns_;
   // Names of inputs by label.
   std::map<std::string, std::vector<std::string>> fused_;
 };
 
 // That no tensor has inputs there.
-absl::Status NoInputsError(const InputsOptions& options);
+absl::Status NoInputsError(const InputsOptions& options,
+                           StoredInputs::Need need);
 
 // What was measured at the output of a layer, for its inputs.
 double OutputSqnrDb(const v1::OutputNoise& noise);

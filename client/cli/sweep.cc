@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
+#include "client/cli/importance_options.h"
 #include "client/cli/message_json.h"
 #include "client/cli/output.h"
 #include "client/cli/progress.h"
@@ -278,6 +279,12 @@ void AddSweepCommand(Command* quantctl, Session* session) {
       "Tensors that share one outer scale, and get one spec in a mixture; with "
       "--model they share one encoding where the spec has no outer scale");
   options->file.filter.AddOptions(command);
+  options->file.inputs.AddOptions(
+      command,
+      "With a file: where the moments or Gram matrices for specs with "
+      "importance are: for MODULE.weight under MODULE.input, or under that of "
+      "a layer that runtimes fuse with it");
+  AddImportanceOption(command, &options->file.importance);
   options->file.budgets.AddOptions(command);
   options->file.output.AddOptions(
       command,
@@ -315,7 +322,13 @@ void AddSweepCommand(Command* quantctl, Session* session) {
     };
     const absl::Status status = options->Check(options->file.filter);
     if (!status.ok()) return session->FailUsage(status);
+    options->file.inputs.Resolve();
     if (options->HasFile()) return SweepFile(options->file, session);
+    if (options->file.inputs.IsGiven() || !options->file.importance.empty()) {
+      return fail(
+          "expected --inputs, --inputs-map and --importance with a file: "
+          "statistics do not tell which column an element is from");
+    }
     if (budgets.size() > 1) {
       return fail(
           "expected one budget with --model; several at once need a "

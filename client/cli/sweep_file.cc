@@ -14,6 +14,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "client/cli/importance_options.h"
 #include "client/cli/output.h"
 #include "client/cli/plain_input.h"
 #include "client/cli/progress.h"
@@ -28,7 +29,9 @@
 #include "client/cpp/errors.h"
 #include "client/files/dtype.h"
 #include "client/files/safetensors.h"
+#include "client/models/model_importance.h"
 #include "client/models/model_sweep.h"
+#include "client/models/spec_syntax.h"
 #include "client/models/tensor_input.h"
 #include "client/models/tie_groups.h"
 #include "nlohmann/json.hpp"
@@ -51,6 +54,14 @@ class FileSweeper {
     const absl::StatusOr<std::vector<SpecTemplate>> specs =
         ParseSpecs(specs_.texts(), options_.spec);
     if (!specs.ok()) return session_.FailUsage(specs.status());
+    if (options_.inputs.IsGiven() &&
+        std::none_of(specs->begin(), specs->end(), [](const auto& spec) {
+          return spec.spec.has_importance();
+        })) {
+      return session_.FailUsage(
+          ArgumentInvalidError("expected --inputs and --inputs-map with a spec "
+                               "with importance"));
+    }
     const absl::StatusOr<TensorInput> input = TensorInput::Open(options_.input);
     if (!input.ok()) return session_.Fail(input.status());
     absl::Status status = CheckPlain(*input, options_.input);
@@ -67,7 +78,18 @@ class FileSweeper {
     const std::unique_ptr<Client> client = session_.ConnectOrFail();
     if (client == nullptr) return;
 
-    status = Sweep(*taken, *specs, *ties, client.get());
+    const absl::StatusOr<FoundImportance> importance = FindImportance(
+        options_.importance, options_.inputs, *taken,
+        [&specs](const files::FileTensor& /*tensor*/) {
+          std::vector<const SpecTemplate*> all;
+          for (const SpecTemplate& spec : *specs) all.push_back(&spec);
+          return all;
+        },
+        client.get());
+    if (!importance.ok()) return FailEarly(importance.status(), &session_);
+    ReportMissingImportance(options_.importance, *importance,
+                            !options_.filter.include.empty(), &session_);
+    status = Sweep(*taken, *specs, *ties, importance->importance, client.get());
     if (!status.ok()) return session_.Fail(status);
     AddTensors();
     const std::vector<v1::SweepMixture>& mixtures = sweep_.mixtures;
@@ -100,6 +122,7 @@ class FileSweeper {
     }
     std::vector<std::string> inputs = options_.spec.Files();
     inputs.insert(inputs.end(), input.paths().begin(), input.paths().end());
+    inputs.insert(inputs.end(), {options_.importance, options_.inputs.map});
     for (const Budget& budget : budgets_) {
       OutputOptions output = options_.output;
       output.path =
@@ -119,9 +142,10 @@ class FileSweeper {
 
   absl::Status Sweep(const std::vector<const files::FileTensor*>& taken,
                      const std::vector<SpecTemplate>& specs,
-                     const std::vector<TieGroup>& ties, Client* client) {
+                     const std::vector<TieGroup>& ties,
+                     const ModelImportance& importance, Client* client) {
     absl::StatusOr<ModelSweep> sweep = SweepWithProgress(
-        taken, specs, budgets_, ties, client, !session_.quiet);
+        taken, specs, budgets_, ties, importance, client, !session_.quiet);
     if (!sweep.ok()) return sweep.status();
     sweep_ = *std::move(sweep);
     return absl::OkStatus();
@@ -271,7 +295,8 @@ class FileSweeper {
 absl::StatusOr<ModelSweep> SweepWithProgress(
     const std::vector<const files::FileTensor*>& tensors,
     const std::vector<SpecTemplate>& specs, const std::vector<Budget>& budgets,
-    const std::vector<TieGroup>& ties, Client* client, bool shows_progress) {
+    const std::vector<TieGroup>& ties, const ModelImportance& importance,
+    Client* client, bool shows_progress) {
   uint64_t total_bytes = 0;
   for (const files::FileTensor* const tensor : tensors) {
     total_bytes += tensor->data.size();
@@ -282,7 +307,7 @@ absl::StatusOr<ModelSweep> SweepWithProgress(
       [&progress](const files::FileTensor& tensor) {
         progress.Add(tensor.data.size(), tensor.name);
       },
-      ties);
+      ties, importance);
 }
 
 void SweepFile(const FileSweepOptions& options, Session* session) {

@@ -9,11 +9,13 @@
 #include "absl/status/statusor.h"
 #include "client/cli/output.h"
 #include "client/cli/session.h"
+#include "client/cli/stored_inputs.h"
 #include "client/cli/sweep_options.h"
 #include "client/cli/tensor_options.h"
 #include "client/cli/tie_options.h"
 #include "client/cpp/client.h"
 #include "client/files/safetensors.h"
+#include "client/models/model_importance.h"
 #include "client/models/model_sweep.h"
 #include "client/models/spec_syntax.h"
 
@@ -24,6 +26,10 @@ struct FileSweepOptions {
   SpecOptions spec;
   TensorFilter filter;
   BudgetOptions budgets;
+  // The file of --importance, and where specs with importance find that of
+  // inputs.
+  std::string importance;
+  InputsOptions inputs;
   TieFlags ties;
   // A mixture has one spec for the tensors of a group.
   // With several budgets "{}" in the path stands for the figure of each.
@@ -34,7 +40,8 @@ struct FileSweepOptions {
 absl::StatusOr<ModelSweep> SweepWithProgress(
     const std::vector<const files::FileTensor*>& tensors,
     const std::vector<SpecTemplate>& specs, const std::vector<Budget>& budgets,
-    const std::vector<TieGroup>& ties, Client* client, bool shows_progress);
+    const std::vector<TieGroup>& ties, const ModelImportance& importance,
+    Client* client, bool shows_progress);
 
 void SweepFile(const FileSweepOptions& options, Session* session);
 

@@ -24,6 +24,9 @@ constexpr float kRounder = 0x1.8p23F;
 constexpr float kLeastRange = 0x1p-60F;
 // How often what a super-block shares is fitted to its codes.
 constexpr int kRounds = 4;
+// Beyond so many times the error that blocks have by themselves, other numbers
+// are tried for what a super-block shares.
+constexpr double kSharedShare = 4;
 // Of searches whose scales are stored in float16.
 constexpr int kHalfSteps = 7;
 constexpr float kHalfStep = 0.5F;
@@ -96,8 +99,18 @@ struct Line {
   float minimum = 0;
 };
 
-// The squared error of a block, each element with its nearest code.
-float ErrorOf(const float* x, const Line& line, float most) {
+// Elements and how much the squared error of each counts.
+struct Weighed {
+  const float* x;
+  const float* weight;
+
+  Weighed At(size_t begin) const { return {x + begin, weight + begin}; }
+};
+
+// The weighed squared error of a block, each element with its nearest code.
+float ErrorOf(const Weighed& in, const Line& line, float most) {
+  const float* const x = in.x;
+  const float* const weight = in.weight;
   const float scale = line.scale;
   const float minimum = line.minimum;
   const float inverse = InverseOf(scale);
@@ -105,43 +118,48 @@ float ErrorOf(const float* x, const Line& line, float most) {
   for (size_t i = 0; i < kLineBlock; ++i) {
     const float code = Code((x[i] + minimum) * inverse, 0, most);
     const float error = x[i] - (scale * code - minimum);
-    squares[i] = error * error;
+    squares[i] = error * error * weight[i];
   }
   return Sum<kLineBlock>(squares);
 }
 
-// Sums over codes q and elements x of a block.
+// Weighed sums over codes q and elements x of a block.
 struct LineSums {
+  float one;
   float q;
   float qq;
   float x;
   float xq;
 };
 
-LineSums SumsOf(const float* x, const Line& line, float most) {
+LineSums SumsOf(const Weighed& in, const Line& line, float most) {
+  const float* const x = in.x;
+  const float* const weight = in.weight;
   const float minimum = line.minimum;
   const float inverse = InverseOf(line.scale);
   float q[kLineBlock];
   float qq[kLineBlock];
+  float wx[kLineBlock];
   float xq[kLineBlock];
   for (size_t i = 0; i < kLineBlock; ++i) {
-    q[i] = Code((x[i] + minimum) * inverse, 0, most);
-    qq[i] = q[i] * q[i];
+    const float code = Code((x[i] + minimum) * inverse, 0, most);
+    q[i] = code * weight[i];
+    qq[i] = code * q[i];
+    wx[i] = x[i] * weight[i];
     xq[i] = x[i] * q[i];
   }
-  return {Sum<kLineBlock>(q), Sum<kLineBlock>(qq), Sum<kLineBlock>(x),
-          Sum<kLineBlock>(xq)};
+  return {Sum<kLineBlock>(weight), Sum<kLineBlock>(q), Sum<kLineBlock>(qq),
+          Sum<kLineBlock>(wx), Sum<kLineBlock>(xq)};
 }
 
 // The line with the least error for the codes that `line` gives.
-Line Fit(const float* x, const Line& line, float most) {
-  constexpr float kCount = kLineBlock;
+Line Fit(const Weighed& x, const Line& line, float most) {
   const LineSums sums = SumsOf(x, line, most);
   if (sums.qq == 0) return line;
-  const float determinant = kCount * sums.qq - sums.q * sums.q;
+  const float determinant = sums.one * sums.qq - sums.q * sums.q;
   Line fit = {sums.xq / sums.qq, 0};
   if (determinant > 0) {
-    const Line free = {(kCount * sums.xq - sums.q * sums.x) / determinant,
+    const Line free = {(sums.one * sums.xq - sums.q * sums.x) / determinant,
                        (sums.q * sums.xq - sums.qq * sums.x) / determinant};
     if (free.minimum > 0) fit = free;
   }
@@ -149,18 +167,18 @@ Line Fit(const float* x, const Line& line, float most) {
 }
 
 // The line with the least error of those that are tried.
-Line FindLine(const float* x, float most) {
+Line FindLine(const Weighed& in, float most) {
   // Of ranges that are cut off ever more at their upper end.
   constexpr int kSteps = 33;
   constexpr float kStep = 0.125F;
   constexpr int kFits = 4;
-  const float low = std::min(*std::min_element(x, x + kLineBlock), 0.0F);
-  const float high = std::max(*std::max_element(x, x + kLineBlock), low);
+  const float low = std::min(*std::min_element(in.x, in.x + kLineBlock), 0.0F);
+  const float high = std::max(*std::max_element(in.x, in.x + kLineBlock), low);
   if (!(high - low > kLeastRange)) return {0, -low};
   Line best;
   float least = kInfinity;
   const auto attempt = [&](const Line& line) {
-    const float error = ErrorOf(x, line, most);
+    const float error = ErrorOf(in, line, most);
     if (!(error < least)) return false;
     least = error;
     best = line;
@@ -168,22 +186,22 @@ Line FindLine(const float* x, float most) {
   };
   for (int i = 0; i < kSteps; ++i) {
     const float codes = most - 1 + kStep * static_cast<float>(i);
-    attempt(Fit(x, {(high - low) / codes, -low}, most));
+    attempt(Fit(in, {(high - low) / codes, -low}, most));
   }
   for (int i = 0; i < kFits; ++i) {
-    if (!attempt(Fit(x, best, most))) break;
+    if (!attempt(Fit(in, best, most))) break;
   }
   return best;
 }
 
-// The line whose upper end has a code that is a power of two: it keeps
-// multiples of a power of two, such as 0 and 1, if its integers are powers of
-// two as well.
-Line EvenLine(const float* x, float most) {
+// The line whose upper end has that code. With one that is a power of two it
+// keeps multiples of a power of two, such as 0 and 1, if its integers are
+// powers of two as well.
+Line EndLine(const float* x, float code) {
   const float low = std::min(*std::min_element(x, x + kLineBlock), 0.0F);
   const float high = std::max(*std::max_element(x, x + kLineBlock), low);
   const float span = high - low;
-  return {span > kLeastRange ? span / ((most + 1) / 2) : 0, -low};
+  return {span > kLeastRange ? span / code : 0, -low};
 }
 
 // What is stored of a super-block, but for its codes.
@@ -202,7 +220,7 @@ struct LineBlock {
 };
 
 // Chooses the integers of each block near those of its line.
-LineBlock ChooseLines(const float* x, const Line* lines, float d, float dmin,
+LineBlock ChooseLines(const Weighed& x, const Line* lines, float d, float dmin,
                       float most) {
   LineBlock chosen = {d, dmin};
   chosen.error = 0;
@@ -218,7 +236,7 @@ LineBlock ChooseLines(const float* x, const Line* lines, float d, float dmin,
            m <= std::min(minimum + 1, kMostSixBits); ++m) {
         const Line line = {d * static_cast<float>(s),
                            dmin * static_cast<float>(m)};
-        const float error = ErrorOf(x + j * kLineBlock, line, most);
+        const float error = ErrorOf(x.At(j * kLineBlock), line, most);
         if (!(error < least)) continue;
         least = error;
         chosen.scale[j] = s;
@@ -232,7 +250,7 @@ LineBlock ChooseLines(const float* x, const Line* lines, float d, float dmin,
 
 // The d and dmin with the least error for the integers and codes that there
 // are: x is near d * a - dmin * b.
-void FitShared(const float* x, const LineBlock& block, float most, float* d,
+void FitShared(const Weighed& x, const LineBlock& block, float most, float* d,
                float* dmin) {
   double aa = 0;
   double ab = 0;
@@ -240,12 +258,12 @@ void FitShared(const float* x, const LineBlock& block, float most, float* d,
   double xa = 0;
   double xb = 0;
   for (size_t j = 0; j < kLineBlocks; ++j) {
-    const LineSums sums = SumsOf(x + j * kLineBlock, block.LineOf(j), most);
+    const LineSums sums = SumsOf(x.At(j * kLineBlock), block.LineOf(j), most);
     const double scale = block.scale[j];
     const double minimum = block.minimum[j];
     aa += scale * scale * double{sums.qq};
     ab += scale * minimum * double{sums.q};
-    bb += minimum * minimum * double{kLineBlock};
+    bb += minimum * minimum * double{sums.one};
     xa += scale * double{sums.xq};
     xb += minimum * double{sums.x};
   }
@@ -262,34 +280,46 @@ void FitShared(const float* x, const LineBlock& block, float most, float* d,
   }
 }
 
-// The least d and dmin under which the integers of blocks are at most `most`.
-Line SharedOf(const Line* lines, float most) {
+// The largest scale and minimum of all blocks.
+Line LargestOf(const Line* lines) {
   Line largest;
   for (size_t j = 0; j < kLineBlocks; ++j) {
     largest.scale = std::max(largest.scale, lines[j].scale);
     largest.minimum = std::max(largest.minimum, lines[j].minimum);
   }
+  return largest;
+}
+
+// The least d and dmin under which the integers of blocks are at most `most`.
+Line SharedOf(const Line* lines, float most) {
+  const Line largest = LargestOf(lines);
   return {ToHalfAbove(largest.scale / most),
           ToHalfAbove(largest.minimum / most)};
 }
 
 // With the even lines of all blocks, where they have no error.
-LineBlock FindEvenLines(const float* x, float most) {
+LineBlock FindEvenLines(const Weighed& x, float most) {
   Line lines[kLineBlocks];
   for (size_t j = 0; j < kLineBlocks; ++j) {
-    lines[j] = EvenLine(x + j * kLineBlock, most);
-    if (ErrorOf(x + j * kLineBlock, lines[j], most) != 0) return {};
+    const Weighed block = x.At(j * kLineBlock);
+    lines[j] = EndLine(block.x, (most + 1) / 2);
+    if (ErrorOf(block, lines[j], most) != 0) return {};
   }
   const Line shared = SharedOf(lines, (kMostSixBits + 1) / 2.0F);
   return ChooseLines(x, lines, shared.scale, shared.minimum, most);
 }
 
-LineBlock FindLines(const float* x, float most) {
+LineBlock FindLines(const Weighed& x, float most) {
   const LineBlock even = FindEvenLines(x, most);
   if (even.error == 0) return even;
   Line lines[kLineBlocks];
+  Line ends[kLineBlocks];
+  double unshared_error = 0;
   for (size_t j = 0; j < kLineBlocks; ++j) {
-    lines[j] = FindLine(x + j * kLineBlock, most);
+    const Weighed block = x.At(j * kLineBlock);
+    lines[j] = FindLine(block, most);
+    ends[j] = EndLine(block.x, most);
+    unshared_error += double{ErrorOf(block, lines[j], most)};
   }
   auto [d, dmin] = SharedOf(lines, kMostSixBits);
   LineBlock best;
@@ -300,7 +330,21 @@ LineBlock FindLines(const float* x, float most) {
     FitShared(x, best, most, &d, &dmin);
     if (d == best.d && dmin == best.dmin) break;
   }
-  return even.error <= best.error ? even : best;
+  if (even.error <= best.error) best = even;
+  if (best.error <= kSharedShare * unshared_error) return best;
+  // Of two numbers, for one: what float16 rounds off is all there is.
+  for (const Line* const found : {lines, ends}) {
+    const Line largest = LargestOf(found);
+    for (int most_integer = kMostSixBits; most_integer > kMostSixBits / 2;
+         --most_integer) {
+      const auto divisor = static_cast<float>(most_integer);
+      const LineBlock chosen =
+          ChooseLines(x, found, RoundedToHalf(largest.scale / divisor),
+                      RoundedToHalf(largest.minimum / divisor), most);
+      if (chosen.error < best.error) best = chosen;
+    }
+  }
+  return best;
 }
 
 // Scales and minima of 6 bits in 12 bytes, as gguf_types.cc reads them.
@@ -316,10 +360,10 @@ void PutSixBits(const LineBlock& block, uint8_t* bytes) {
 
 // `low`  128 bytes of the low 4 bits of codes; `high`  32 of the fifth, or
 // null.
-void EncodeLines(const float* x, int most, uint8_t* block, uint8_t* high,
+void EncodeLines(const Weighed& in, int most, uint8_t* block, uint8_t* high,
                  uint8_t* low) {
   const auto largest = static_cast<float>(most);
-  const LineBlock found = FindLines(x, largest);
+  const LineBlock found = FindLines(in, largest);
   PutHalf(found.d, block);
   PutHalf(found.dmin, block + 2);
   PutSixBits(found, block + 4);
@@ -327,8 +371,8 @@ void EncodeLines(const float* x, int most, uint8_t* block, uint8_t* high,
     const Line line = found.LineOf(j);
     const float inverse = InverseOf(line.scale);
     for (size_t i = 0; i < kLineBlock; ++i) {
-      const int code = static_cast<int>(
-          Code((x[j * kLineBlock + i] + line.minimum) * inverse, 0, largest));
+      const int code = static_cast<int>(Code(
+          (in.x[j * kLineBlock + i] + line.minimum) * inverse, 0, largest));
       // 32 bytes have two blocks.
       low[j / 2 * 32 + i] |= static_cast<uint8_t>((code & 15) << (j % 2 * 4));
       if (high != nullptr) {
@@ -338,22 +382,21 @@ void EncodeLines(const float* x, int most, uint8_t* block, uint8_t* high,
   }
 }
 
-void EncodeQ4K(const float* elements, uint8_t* block) {
+void EncodeQ4K(const float* elements, const float* weights, uint8_t* block) {
   std::memset(block, 0, 144);
-  EncodeLines(elements, 15, block, nullptr, block + 16);
+  EncodeLines({elements, weights}, 15, block, nullptr, block + 16);
 }
 
-void EncodeQ5K(const float* elements, uint8_t* block) {
+void EncodeQ5K(const float* elements, const float* weights, uint8_t* block) {
   std::memset(block, 0, 176);
-  EncodeLines(elements, 31, block, block + 16, block + 48);
+  EncodeLines({elements, weights}, 31, block, block + 16, block + 48);
 }
 
 // The minimum and the scale with the least error for the codes that `line`
 // gives, as float16 has them.
-Line FitHalves(const float* x, const Line& line, float most) {
-  constexpr float kCount = kLineBlock;
+Line FitHalves(const Weighed& x, const Line& line, float most) {
   const LineSums sums = SumsOf(x, line, most);
-  const float determinant = kCount * sums.qq - sums.q * sums.q;
+  const float determinant = sums.one * sums.qq - sums.q * sums.q;
   const float minimum = RoundedToHalf(
       determinant > 0 ? (sums.q * sums.xq - sums.qq * sums.x) / determinant
                       : line.minimum);
@@ -364,15 +407,15 @@ Line FitHalves(const float* x, const Line& line, float most) {
 
 // The line in float16 with the least error of those that are tried, that of
 // ggml first.
-Line FindHalves(const float* x, float most) {
-  const float low = *std::min_element(x, x + kLineBlock);
-  const float span = *std::max_element(x, x + kLineBlock) - low;
+Line FindHalves(const Weighed& in, float most) {
+  const float low = *std::min_element(in.x, in.x + kLineBlock);
+  const float span = *std::max_element(in.x, in.x + kLineBlock) - low;
   const float minimum = RoundedToHalf(-low);
   Line best = {0, minimum};
   if (!(span > kLeastRange)) return best;
-  float least = ErrorOf(x, best, most);
+  float least = ErrorOf(in, best, most);
   const auto attempt = [&](const Line& line) {
-    const float error = ErrorOf(x, line, most);
+    const float error = ErrorOf(in, line, most);
     if (!(error < least)) return;
     least = error;
     best = line;
@@ -383,17 +426,17 @@ Line FindHalves(const float* x, float most) {
   attempt({RoundedToHalf(span / ((most + 1) / 2)), minimum});
   for (int i = 0; i < kHalfSteps; ++i) {
     const float codes = most - 2 + kHalfStep * static_cast<float>(i);
-    attempt(FitHalves(x, {span / codes, -low}, most));
+    attempt(FitHalves(in, {span / codes, -low}, most));
   }
-  for (int i = 0; i < kHalfFits; ++i) attempt(FitHalves(x, best, most));
+  for (int i = 0; i < kHalfFits; ++i) attempt(FitHalves(in, best, most));
   return best;
 }
 
 template <int kBits>
-void EncodeHalfLine(const float* x, uint8_t* block) {
+void EncodeHalfLine(const float* x, const float* weights, uint8_t* block) {
   constexpr float kMost = (1 << kBits) - 1;
   std::memset(block, 0, 4 + kLineBlock * kBits / 8);
-  const Line line = FindHalves(x, kMost);
+  const Line line = FindHalves({x, weights}, kMost);
   PutHalf(line.scale, block);
   PutHalf(-line.minimum, block + 2);
   const float inverse = InverseOf(line.scale);
@@ -422,31 +465,35 @@ float ScaledCode(float x, float inverse) {
 }
 
 template <size_t kCount, int kBits>
-float ScaledError(const float* x, float scale) {
+float ScaledError(const Weighed& in, float scale) {
+  const float* const x = in.x;
+  const float* const weight = in.weight;
   const float inverse = InverseOf(scale);
   float squares[kCount];
   for (size_t i = 0; i < kCount; ++i) {
     const float error = x[i] - scale * ScaledCode<kBits>(x[i], inverse);
-    squares[i] = error * error;
+    squares[i] = error * error * weight[i];
   }
   return Sum<kCount>(squares);
 }
 
-// Sums over codes q and elements x.
+// Weighed sums over codes q and elements x.
 struct ScaleSums {
   float qq;
   float xq;
 };
 
 template <size_t kCount, int kBits>
-ScaleSums ScaledSums(const float* x, float scale) {
+ScaleSums ScaledSums(const Weighed& in, float scale) {
+  const float* const x = in.x;
+  const float* const weight = in.weight;
   const float inverse = InverseOf(scale);
   float qq[kCount];
   float xq[kCount];
   for (size_t i = 0; i < kCount; ++i) {
     const float code = ScaledCode<kBits>(x[i], inverse);
-    qq[i] = code * code;
-    xq[i] = x[i] * code;
+    qq[i] = code * code * weight[i];
+    xq[i] = x[i] * code * weight[i];
   }
   return {Sum<kCount>(qq), Sum<kCount>(xq)};
 }
@@ -463,11 +510,11 @@ float Largest(const float* x) {
 
 // The scale with the least error of those that are tried. Of either sign: codes
 // reach further down than up.
-float FindScale(const float* x) {
+float FindScale(const Weighed& x) {
   constexpr int kSteps = 21;
   constexpr float kStep = 0.25F;
   constexpr float kFirst = 29;
-  const float largest = Largest<kScaleBlock>(x);
+  const float largest = Largest<kScaleBlock>(x.x);
   if (!(std::fabs(largest) > kLeastRange)) return 0;
   float best = 0;
   float least = kInfinity;
@@ -492,7 +539,7 @@ struct ScaledBlock {
   double error = kInfinity;
 };
 
-ScaledBlock ChooseScales(const float* x, const float* scales, float d) {
+ScaledBlock ChooseScales(const Weighed& x, const float* scales, float d) {
   ScaledBlock chosen = {d};
   chosen.error = 0;
   for (size_t j = 0; j < kScaleBlocks; ++j) {
@@ -502,7 +549,7 @@ ScaledBlock ChooseScales(const float* x, const float* scales, float d) {
     for (int s = std::max(scale - 1, kLeastScale);
          s <= std::min(scale + 1, kMostScale); ++s) {
       const float error = ScaledError<kScaleBlock, kScaleBits>(
-          x + j * kScaleBlock, d * static_cast<float>(s));
+          x.At(j * kScaleBlock), d * static_cast<float>(s));
       if (!(error < least)) continue;
       least = error;
       chosen.scale[j] = s;
@@ -512,13 +559,13 @@ ScaledBlock ChooseScales(const float* x, const float* scales, float d) {
   return chosen;
 }
 
-float FitScales(const float* x, const ScaledBlock& block) {
+float FitScales(const Weighed& x, const ScaledBlock& block) {
   double aa = 0;
   double xa = 0;
   for (size_t j = 0; j < kScaleBlocks; ++j) {
     const double scale = block.scale[j];
     const ScaleSums sums = ScaledSums<kScaleBlock, kScaleBits>(
-        x + j * kScaleBlock, block.d * static_cast<float>(block.scale[j]));
+        x.At(j * kScaleBlock), block.d * static_cast<float>(block.scale[j]));
     aa += scale * scale * double{sums.qq};
     xa += scale * double{sums.xq};
   }
@@ -533,11 +580,11 @@ float SharedOf(const float* scales) {
 }
 
 // The same as FindEvenLines.
-ScaledBlock FindEvenScales(const float* x) {
+ScaledBlock FindEvenScales(const Weighed& x) {
   float scales[kScaleBlocks];
   for (size_t j = 0; j < kScaleBlocks; ++j) {
-    const float* const block = x + j * kScaleBlock;
-    const float largest = std::fabs(Largest<kScaleBlock>(block));
+    const Weighed block = x.At(j * kScaleBlock);
+    const float largest = std::fabs(Largest<kScaleBlock>(block.x));
     scales[j] =
         largest > kLeastRange ? largest / (-LeastCode(kScaleBits) / 2.0F) : 0;
     if (ScaledError<kScaleBlock, kScaleBits>(block, scales[j]) != 0) return {};
@@ -545,12 +592,18 @@ ScaledBlock FindEvenScales(const float* x) {
   return ChooseScales(x, scales, SharedOf(scales));
 }
 
-ScaledBlock FindScales(const float* x) {
+ScaledBlock FindScales(const Weighed& x) {
   const ScaledBlock even = FindEvenScales(x);
   if (even.error == 0) return even;
   float scales[kScaleBlocks];
+  float ends[kScaleBlocks];
+  double unshared_error = 0;
   for (size_t j = 0; j < kScaleBlocks; ++j) {
-    scales[j] = FindScale(x + j * kScaleBlock);
+    const Weighed block = x.At(j * kScaleBlock);
+    scales[j] = FindScale(block);
+    ends[j] = Largest<kScaleBlock>(block.x) / LeastCode(kScaleBits);
+    unshared_error +=
+        double{ScaledError<kScaleBlock, kScaleBits>(block, scales[j])};
   }
   float d = SharedOf(scales);
   ScaledBlock best;
@@ -561,12 +614,23 @@ ScaledBlock FindScales(const float* x) {
     d = FitScales(x, best);
     if (d == best.d) break;
   }
-  return even.error <= best.error ? even : best;
+  if (even.error <= best.error) best = even;
+  if (best.error <= kSharedShare * unshared_error) return best;
+  // As in FindLines.
+  for (const float* const found : {scales, ends}) {
+    const float largest = Largest<kScaleBlocks>(found);
+    for (int integer = kLeastScale; integer < kLeastScale / 2; ++integer) {
+      const ScaledBlock chosen = ChooseScales(
+          x, found, RoundedToHalf(largest / static_cast<float>(integer)));
+      if (chosen.error < best.error) best = chosen;
+    }
+  }
+  return best;
 }
 
-void EncodeQ6K(const float* elements, uint8_t* block) {
+void EncodeQ6K(const float* elements, const float* weights, uint8_t* block) {
   std::memset(block, 0, 210);
-  const ScaledBlock found = FindScales(elements);
+  const ScaledBlock found = FindScales({elements, weights});
   PutHalf(found.d, block + 208);
   for (size_t j = 0; j < kScaleBlocks; ++j) {
     block[192 + j] = static_cast<uint8_t>(found.scale[j]);
@@ -588,9 +652,9 @@ void EncodeQ6K(const float* elements, uint8_t* block) {
 // The scale in float16 with the least error of those that are tried, that of
 // ggml first, where the largest element has the code `of_ggml`.
 template <int kBits>
-float FindHalf(const float* x, float of_ggml) {
+float FindHalf(const Weighed& x, float of_ggml) {
   constexpr int kLeast = LeastCode(kBits);
-  const float largest = Largest<kLineBlock>(x);
+  const float largest = Largest<kLineBlock>(x.x);
   if (!(std::fabs(largest) > kLeastRange)) return 0;
   float best = 0;
   float least = ScaledError<kLineBlock, kBits>(x, best);
@@ -616,11 +680,11 @@ float FindHalf(const float* x, float of_ggml) {
 }
 
 template <int kBits, int kOfGgml>
-void EncodeHalfScale(const float* x, uint8_t* block) {
+void EncodeHalfScale(const float* x, const float* weights, uint8_t* block) {
   // Two's complement becomes a distance from the lowest code, but for 8 bits.
   constexpr int kOffset = kBits < 8 ? -LeastCode(kBits) : 0;
   std::memset(block, 0, 2 + kLineBlock * kBits / 8);
-  const float scale = FindHalf<kBits>(x, kOfGgml);
+  const float scale = FindHalf<kBits>({x, weights}, kOfGgml);
   PutHalf(scale, block);
   const float inverse = InverseOf(scale);
   int codes[kLineBlock];

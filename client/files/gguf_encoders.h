@@ -28,10 +28,12 @@ struct GgufEncoder {
   // whatever else a block has.
   float most_element;
   // Writes one block: searches for the scales and minima with the least squared
-  // error. The bytes depend on the elements alone: sums have a fixed order.
-  // Requires: type.block_elements elements, finite, at most most_element in
-  // magnitude. Thread-safe.
-  void (*encode)(const float* elements, uint8_t* block);
+  // error, that of each element multiplied by its weight. The bytes depend on
+  // these alone: sums have a fixed order. Thread-safe.
+  // `elements`  [type.block_elements], finite, at most most_element in
+  //             magnitude.
+  // `weights`   [type.block_elements], above 0, at most 1.
+  void (*encode)(const float* elements, const float* weights, uint8_t* block);
 };
 
 // Null for a type that has none.

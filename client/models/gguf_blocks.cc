@@ -31,6 +31,8 @@ namespace {
 
 // Blocks that a thread takes at a time.
 constexpr size_t kPieceBlocks = 64;
+// What counts nothing is not to become anything.
+constexpr double kLeastWeight = 1e-6;
 
 struct PieceErrors {
   double signal = 0;
@@ -76,9 +78,11 @@ std::vector<float> FloatElements(const files::FileTensor& tensor, size_t begin,
 // Takes pieces of one tensor, from several threads.
 class BlockMaker {
  public:
-  BlockMaker(const files::FileTensor& tensor, const files::GgufType& type)
+  BlockMaker(const files::FileTensor& tensor, const files::GgufType& type,
+             absl::Span<const double> importance)
       : tensor_(tensor),
         type_(type),
+        importance_(importance),
         encoder_(*files::FindGgufEncoder(type)),
         block_elements_(static_cast<size_t>(type.block_elements)),
         block_bytes_(static_cast<size_t>(type.block_bytes)),
@@ -147,10 +151,12 @@ class BlockMaker {
       return errors;
     }
     std::vector<float> decoded(block_elements_);
+    std::vector<float> weights(block_elements_, 1.0F);
     for (size_t b = first; b < end; ++b) {
       const float* const block = &elements[(b - first) * block_elements_];
       uint8_t* const bytes = &blocks_[b * block_bytes_];
-      encoder_.encode(block, bytes);
+      if (!importance_.empty()) SetWeights(b, weights.data());
+      encoder_.encode(block, weights.data(), bytes);
       type_.decode(bytes, decoded.data());
       for (size_t i = 0; i < block_elements_; ++i) {
         const double error = double{decoded[i]} - double{block[i]};
@@ -163,6 +169,19 @@ class BlockMaker {
     return errors;
   }
 
+  // Those of a block, of which the largest is 1.
+  void SetWeights(size_t block, float* weights) const {
+    const double* const own =
+        &importance_[block * block_elements_ % importance_.size()];
+    const double largest = *std::max_element(own, own + block_elements_);
+    for (size_t i = 0; i < block_elements_; ++i) {
+      weights[i] =
+          largest > 0
+              ? static_cast<float>(std::max(own[i] / largest, kLeastWeight))
+              : 1.0F;
+    }
+  }
+
   absl::Status Refusal(size_t index) const {
     const float element = FloatElements(tensor_, index, index + 1)[0];
     return ArgumentInvalidError(
@@ -173,6 +192,7 @@ class BlockMaker {
 
   const files::FileTensor& tensor_;
   const files::GgufType& type_;
+  const absl::Span<const double> importance_;
   const files::GgufEncoder& encoder_;
   const size_t block_elements_;
   const size_t block_bytes_;
@@ -203,9 +223,9 @@ const files::GgufType* BlockTypeFor(const SpecTemplate& spec,
 
 absl::StatusOr<std::vector<uint8_t>> MakeGgufBlocks(
     const files::FileTensor& tensor, const files::GgufType& type,
-    v1::ErrorMetrics* metrics) {
+    v1::ErrorMetrics* metrics, absl::Span<const double> importance) {
   const std::shared_ptr<const void> hold = tensor.Hold();
-  BlockMaker maker(tensor, type);
+  BlockMaker maker(tensor, type, importance);
   maker.Run();
   return maker.Finish(metrics);
 }

@@ -26,12 +26,16 @@ const files::GgufType* BlockTypeFor(const SpecTemplate& spec,
 // Makes the blocks of a tensor, on all cores. The same bytes, and the same
 // metrics, on any number of them. `metrics` gets the errors of what the blocks
 // decode to: count, means and maxima of absolute errors, and the SQNR.
+// `importance`  how much squared errors in each column count in the search: one
+//               number for each, at least 0 and finite, of which only the
+//               ratios within a block count. Within a block none counts less
+//               than a millionth of another. Empty: all count the same.
 // Requires: FindGgufEncoder(type); elements of floats, in rows of whole blocks.
 // Errors: ARGUMENT_INVALID for an element that is not finite, or above
 // GgufEncoder::most_element in magnitude.
 absl::StatusOr<std::vector<uint8_t>> MakeGgufBlocks(
     const files::FileTensor& tensor, const files::GgufType& type,
-    v1::ErrorMetrics* metrics);
+    v1::ErrorMetrics* metrics, absl::Span<const double> importance = {});
 
 }  // namespace quantd
 

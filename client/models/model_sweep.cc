@@ -26,6 +26,7 @@
 #include "client/files/gguf_types.h"
 #include "client/files/safetensors.h"
 #include "client/models/gguf_blocks.h"
+#include "client/models/model_importance.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tensor_engine.h"
 #include "client/models/tensor_input.h"
@@ -73,8 +74,12 @@ class Measurer {
  public:
   Measurer(const std::vector<const files::FileTensor*>& tensors,
            const std::vector<SpecTemplate>& specs,
-           const std::vector<TieGroup>& ties, const OnTensor& on_tensor)
-      : specs_(specs), on_tensor_(on_tensor), measured_(tensors.size()) {
+           const std::vector<TieGroup>& ties, const ModelImportance& importance,
+           const OnTensor& on_tensor)
+      : specs_(specs),
+        importance_(importance),
+        on_tensor_(on_tensor),
+        measured_(tensors.size()) {
     for (const SpecTemplate& spec : specs) {
       maxima_.emplace_back(tied_.emplace_back(GroupsThatShare(spec, ties)));
     }
@@ -167,7 +172,8 @@ class Measurer {
       if (type == nullptr) continue;
       MeasuredCandidate& candidate = measured->candidates[i];
       const absl::StatusOr<std::vector<uint8_t>> blocks =
-          MakeGgufBlocks(*measured->tensor, *type, &candidate.metrics);
+          MakeGgufBlocks(*measured->tensor, *type, &candidate.metrics,
+                         importance_.WeightsOf(measured->tensor->name));
       candidate.status = blocks.status();
       if (!blocks.ok()) continue;
       candidate.size_bytes = blocks->size();
@@ -211,6 +217,7 @@ class Measurer {
     job.metrics = SweepMetrics();
     for (const size_t i : candidates) {
       EncodingSpec spec = *specs_[i].SpecOf(tensor.shape);
+      importance_.Apply(tensor.name, &spec);
       EvaluateCandidate& candidate = job.candidates.emplace_back();
       maxima_[i].Tie(tensor, &spec, &candidate.outer_maximum);
       candidate.source = std::move(spec);
@@ -259,6 +266,7 @@ class Measurer {
   }
 
   const std::vector<SpecTemplate>& specs_;
+  const ModelImportance& importance_;
   // By spec; neither moves.
   std::deque<std::vector<TieGroup>> tied_;
   std::deque<TiedMaxima> maxima_;
@@ -468,9 +476,9 @@ absl::StatusOr<ModelSweep> SweepTensors(
     const std::vector<const files::FileTensor*>& tensors,
     const std::vector<SpecTemplate>& specs, const std::vector<Budget>& budgets,
     Client* client, const OnTensor& on_tensor,
-    const std::vector<TieGroup>& ties) {
+    const std::vector<TieGroup>& ties, const ModelImportance& importance) {
   absl::StatusOr<std::vector<MeasuredTensor>> measured =
-      Measurer(tensors, specs, ties, on_tensor).Run(client);
+      Measurer(tensors, specs, ties, importance, on_tensor).Run(client);
   if (!measured.ok()) return measured.status();
   absl::StatusOr<std::vector<v1::SweepMixture>> mixtures =
       ChooseMixtures(*measured, budgets, specs.size(), ties, client);

@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "client/cpp/client.h"
 #include "client/files/safetensors.h"
+#include "client/models/model_importance.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tensor_input.h"
 #include "client/models/tie_groups.h"
@@ -79,13 +80,16 @@ std::vector<v1::ErrorMetric> SweepMetrics();
 // gguf_type are measured here, in a second pass. Where some specs fail on a
 // tensor the others are measured all the same. Then a mixture is chosen for
 // each budget. `ties` are tensors that runtimes fuse: they share the outer
-// scale of a spec that has one, and a mixture has one spec for them. Errors:
-// that the server cannot be reached; of Client::ChooseMixture.
+// scale of a spec that has one, and a mixture has one spec for them.
+// `importance` weighs errors in the search for scales, not those that are
+// measured. Errors: that the server cannot be reached; of
+// Client::ChooseMixture.
 absl::StatusOr<ModelSweep> SweepTensors(
     const std::vector<const files::FileTensor*>& tensors,
     const std::vector<SpecTemplate>& specs, const std::vector<Budget>& budgets,
     Client* client, const OnTensor& on_tensor = nullptr,
-    const std::vector<TieGroup>& ties = {});
+    const std::vector<TieGroup>& ties = {},
+    const ModelImportance& importance = {});
 
 }  // namespace quantd
 

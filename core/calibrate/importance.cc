@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -28,10 +29,14 @@ absl::StatusOr<Importance> Importance::Create(
   }
   const auto at = static_cast<size_t>(axis < 0 ? axis + rank : axis);
   const auto count = static_cast<int64_t>(weights.size());
-  if (count != shape[at]) {
-    return MethodInvalidError(
-        absl::StrCat(count, " weights of importance, expected ", shape[at],
-                     ", one for each index of axis ", at));
+  const bool is_last = at + 1 == shape.size();
+  if (count != shape[at] && !(is_last && count == RowSize(shape))) {
+    return MethodInvalidError(absl::StrCat(
+        count, " weights of importance, expected ", shape[at],
+        ", one for each index of axis ", at,
+        is_last && rank > 2 ? absl::StrCat(", or ", RowSize(shape),
+                                           ", one for each element of a row")
+                            : ""));
   }
   for (int64_t i = 0; i < count; ++i) {
     if (!std::isfinite(weights[i]) || weights[i] < 0) {
@@ -51,6 +56,12 @@ absl::StatusOr<Importance> Importance::Create(absl::Span<const int64_t> shape,
                                               absl::Span<const float> weights) {
   return Create(shape, axis,
                 std::vector<double>(weights.begin(), weights.end()));
+}
+
+int64_t Importance::RowSize(absl::Span<const int64_t> shape) {
+  int64_t size = 1;
+  for (size_t i = 1; i < shape.size(); ++i) size *= shape[i];
+  return size;
 }
 
 void Importance::Copy(int64_t first, int64_t count, double* out) const {

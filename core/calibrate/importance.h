@@ -16,12 +16,15 @@
 namespace quantd::core {
 
 // A weight for each index of one axis of a tensor: of a matrix that is
-// multiplied with inputs, for each column the mean square of its input. Only
-// the ratios of weights within a block count. Immutable, thread-safe.
+// multiplied with inputs, for each column the mean square of its input. Or a
+// weight for each element of a row, which is all axes but the first: of a
+// convolution, whose inputs are unfolded. Only the ratios of weights within a
+// block count. Immutable, thread-safe.
 class Importance {
  public:
   // `axis`     negative counts from the end.
-  // `weights`  [shape[axis]] of at least 0, finite.
+  // `weights`  [shape[axis]], or of the last axis [RowSize(shape)]; of at least
+  //            0, finite.
   // Errors: METHOD_INVALID.
   static absl::StatusOr<Importance> Create(absl::Span<const int64_t> shape,
                                            int64_t axis,
@@ -29,6 +32,9 @@ class Importance {
   static absl::StatusOr<Importance> Create(absl::Span<const int64_t> shape,
                                            int64_t axis,
                                            absl::Span<const float> weights);
+
+  // Elements of a row: of all axes but the first.
+  static int64_t RowSize(absl::Span<const int64_t> shape);
 
   // The weights of elements [first, first + count) of the tensor, in order.
   void Copy(int64_t first, int64_t count, double* out) const;
@@ -42,7 +48,7 @@ class Importance {
   Importance(int64_t stride, std::vector<double> weights)
       : stride_(stride), weights_(std::move(weights)) {}
 
-  // Elements from one index of the axis to the next.
+  // Elements from one weight to the next.
   int64_t stride_;
   std::vector<double> weights_;
 };

@@ -1,6 +1,8 @@
 #include "server/rpc/spec_importance.h"
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -70,23 +72,39 @@ std::vector<double> MeanSquares(const core::GramState& gram) {
   return means;
 }
 
-// Of the weights that the whole has along a dimension, those of the tensor.
+// Of the weights of a row of the whole, those of the slice.
+std::vector<double> CutRow(const core::TensorSlice& slice,
+                           absl::Span<const double> weights) {
+  std::vector<double> cut;
+  const auto row = static_cast<int64_t>(weights.size());
+  slice.ForEachRange(0, core::Importance::RowSize(slice.shape),
+                     [&](int64_t first, int64_t count) {
+                       const auto* const from = &weights[first % row];
+                       cut.insert(cut.end(), from, from + count);
+                     });
+  return cut;
+}
+
+// The importance of the tensor, from the weights of the whole.
 // Errors: METHOD_INVALID.
 absl::StatusOr<core::Importance> OfSlice(const TensorDescription& description,
                                          int64_t dimension,
                                          absl::Span<const double> weights) {
-  if (description.slice.has_value()) {
-    const core::TensorSlice& slice = *description.slice;
-    const auto count = static_cast<int64_t>(weights.size());
-    if (count != slice.global_shape[dimension]) {
-      return core::MethodInvalidError(absl::StrCat(
-          count, " weights, expected ", slice.global_shape[dimension],
-          ", one for each index of the whole tensor"));
-    }
-    weights = weights.subspan(static_cast<size_t>(slice.offset[dimension]),
-                              static_cast<size_t>(slice.shape[dimension]));
+  if (!description.slice.has_value()) {
+    return core::Importance::Create(description.shape, dimension, weights);
   }
-  return core::Importance::Create(description.shape, dimension, weights);
+  const core::TensorSlice& slice = *description.slice;
+  absl::StatusOr<core::Importance> whole =
+      core::Importance::Create(slice.global_shape, dimension, weights);
+  if (!whole.ok()) return whole;
+  const auto at = static_cast<size_t>(dimension);
+  const bool is_row =
+      static_cast<int64_t>(weights.size()) != slice.global_shape[at];
+  return core::Importance::Create(
+      slice.shape, dimension,
+      is_row ? absl::MakeConstSpan(CutRow(slice, weights))
+             : weights.subspan(static_cast<size_t>(slice.offset[at]),
+                               static_cast<size_t>(slice.shape[at])));
 }
 
 // Errors: STATISTICS_INCOMPLETE where a feature has no element and others do.
@@ -136,11 +154,14 @@ absl::StatusOr<std::shared_ptr<SpecImportance>> SpecImportance::Create(
         "importance of ", count, " indices and ", proto.weight_size(),
         " weights, expected at most ", kMaxWeights));
   }
-  // Those that are read beside those that are there.
+  // Those that are read beside those that are there. A row may have more.
   constexpr int64_t kCopies = 2;
+  const int64_t most = std::min(
+      kMaxWeights,
+      std::max(count, core::Importance::RowSize(description.global_shape())));
   MemoryBudget::Lease lease;
   status = env.budget->Grow(
-      &lease, kCopies * count * static_cast<int64_t>(sizeof(double)),
+      &lease, kCopies * most * static_cast<int64_t>(sizeof(double)),
       kWayOutOfImportance);
   if (!status.ok()) return status;
   const std::vector<double> weights =

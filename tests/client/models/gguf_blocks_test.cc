@@ -68,7 +68,9 @@ TEST(GgufBlocksTest, AreThoseOfTheEncoderOneByOne) {
   double largest = 0;
   for (size_t b = 0; b < kCount / 256; ++b) {
     std::vector<uint8_t> block(block_bytes);
-    files::FindGgufEncoder(type)->encode(&numbers[b * 256], block.data());
+    const std::vector<float> weights(256, 1);
+    files::FindGgufEncoder(type)->encode(&numbers[b * 256], weights.data(),
+                                         block.data());
     ASSERT_EQ(std::memcmp(&blocks[b * block_bytes], block.data(), block_bytes),
               0)
         << b;
@@ -85,6 +87,43 @@ TEST(GgufBlocksTest, AreThoseOfTheEncoderOneByOne) {
   EXPECT_NEAR(metrics.sqnr_db(), 10 * std::log10(signal / noise), 1e-9);
   EXPECT_NEAR(metrics.mean_squared_error(), noise / kCount, 1e-12);
   EXPECT_EQ(metrics.max_absolute_error(), largest);
+}
+
+// By the columns of their elements, and by nothing but ratios.
+TEST(GgufBlocksTest, AreWeighedByColumns) {
+  const std::vector<float> numbers = Numbers<float>();
+  std::vector<double> importance;
+  for (int64_t i = 0; i < kColumns; ++i) {
+    importance.push_back(i % 3 == 0 ? 0 : std::exp2(i % 11));
+  }
+  const files::GgufType& type = *files::FindGgufType("q4_K");
+  v1::ErrorMetrics metrics;
+  const auto make = [&](const std::vector<double>& weights) {
+    return *MakeGgufBlocks(TensorOf(files::Dtype::kF32, numbers), type,
+                           &metrics, weights);
+  };
+  const std::vector<uint8_t> blocks = make(importance);
+  EXPECT_NE(blocks, make({}));
+  const auto block_bytes = static_cast<size_t>(type.block_bytes);
+  for (size_t b = 0; b < kCount / 256; ++b) {
+    std::vector<float> weights;
+    const size_t column = b * 256 % kColumns;
+    const double largest = *std::max_element(importance.begin() + column,
+                                             importance.begin() + column + 256);
+    for (size_t i = column; i < column + 256; ++i) {
+      weights.push_back(
+          static_cast<float>(std::max(importance[i] / largest, 1e-6)));
+    }
+    std::vector<uint8_t> block(block_bytes);
+    files::FindGgufEncoder(type)->encode(&numbers[b * 256], weights.data(),
+                                         block.data());
+    ASSERT_EQ(std::memcmp(&blocks[b * block_bytes], block.data(), block_bytes),
+              0)
+        << b;
+  }
+  for (double& one : importance) one *= 0x1p300;
+  EXPECT_EQ(make(importance), blocks);
+  EXPECT_EQ(make(std::vector<double>(kColumns, 0)), make({}));
 }
 
 TEST(GgufBlocksTest, AreForRowsOfWholeBlocks) {

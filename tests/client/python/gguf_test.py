@@ -15,7 +15,7 @@ import pytest
 import package
 import quantd
 import requantizing
-from quantd import _files, _gguf
+from quantd import _files, _gguf, imatrix
 
 LIBRARY = os.path.join(package.ROOT, "build/node/node_modules",
                        "@node-llama-cpp/linux-x64/bins/linux-x64",
@@ -536,8 +536,8 @@ MADE = {"q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, **K_QUANTS}
 NOWHERE = "--server", "127.0.0.1:1"
 
 
-def ggml_quantizes(ggml, number, weights):
-    """What ggml makes of rows of float32, decoded."""
+def ggml_quantizes(ggml, number, weights, importance=None):
+    """What ggml makes of rows of float32, decoded. importance: of columns."""
     kind = _gguf.TYPES[number]
     blocks = np.zeros((weights.size // kind.block_elements, kind.block_bytes),
                       np.uint8)
@@ -546,7 +546,8 @@ def ggml_quantizes(ggml, number, weights):
     ggml.ggml_quantize_chunk.restype = ctypes.c_size_t
     assert ggml.ggml_quantize_chunk(
         number, *pointers, ctypes.c_int64(0), ctypes.c_int64(len(weights)),
-        ctypes.c_int64(weights.shape[1]), None) == blocks.nbytes
+        ctypes.c_int64(weights.shape[1]), None if importance is None else
+        importance.ctypes.data_as(ctypes.c_void_p)) == blocks.nbytes
     return ggml_decodes(ggml, number, blocks).reshape(weights.shape)
 
 
@@ -576,7 +577,8 @@ def unusual_weights():
     normal = rng.standard_normal((16, 1024))
     sparse = rng.random(normal.shape) < 0.1
     weights = {"heavy": rng.standard_t(3, normal.shape), "sparse": sparse,
-               "ternary": sparse * np.sign(normal),
+               "ternary": sparse * np.sign(normal), "two": sparse * 0.37,
+               "pair": np.where(sparse, 0.27, -0.1),
                "constant": np.full(normal.shape, 0.3),
                "asymmetric": np.abs(normal) + 1, "exponential": np.exp(normal),
                "below": -10 - normal, "tiny": normal * 2.0 ** -22}
@@ -968,6 +970,39 @@ def test_PythonMakesTheBlocksOfQuantctl(quantctl, tmp_path, kind):
         np.testing.assert_array_equal(found[name].data.read(),
                                       expected[name].data.read())
     assert of_python.read_bytes() == of_quantctl.read_bytes()
+    # Some columns count more, and some nothing.
+    rng = np.random.default_rng(12)
+    importance = {name: imatrix.InputSquares(
+        (np.exp(3 * rng.standard_normal((2, weight.shape[1]))) *
+         (rng.random(weight.shape[1]) < 0.9)).astype(np.float32),
+        np.array([3, 0], np.float32)) for name, weight in weights.items()}
+    del importance["normal"]
+    imatrix.save(tmp_path / "i.gguf", importance)
+    quantctl(*NOWHERE, "quantize", source, "-o", of_quantctl, "--force",
+             "--spec", kind, "--importance", tmp_path / "i.gguf")
+    quantd.save(of_python, quantd.load(source), overwrite=True,
+                gguf_types=dict.fromkeys(weights, kind), importance=importance)
+    assert of_python.read_bytes() == of_quantctl.read_bytes()
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_WeighedBlocksLoseNoMoreThanThoseOfGgml(ggml, quantctl, tmp_path, kind):
+    """By the error that an importance matrix weighs."""
+    source, path = tmp_path / "x.safetensors", tmp_path / "q.gguf"
+    rng = np.random.default_rng(11)
+    for name, weight in {**weights_of_k_quants(),
+                         "heavy": unusual_weights()["heavy"]}.items():
+        squares = np.exp(2 * rng.standard_normal(weight.shape[1])).astype(
+            np.float32)
+        imatrix.save(tmp_path / "imatrix.gguf", {"w": imatrix.InputSquares(
+            squares[None], np.ones(1, np.float32))}, overwrite=True)
+        quantd.save(source, {"w": weight}, overwrite=True)
+        quantctl(*NOWHERE, "quantize", source, "-o", path, "--force", "--spec",
+                 kind, "--importance", tmp_path / "imatrix.gguf")
+        noise = [(np.square(restored.astype(float) - weight) * squares).sum()
+                 for restored in (quantd.load(path)["w"], ggml_quantizes(
+                     ggml, MADE[kind], weight, squares))]
+        assert noise[0] <= 1.01 * noise[1], name
 
 
 @pytest.fixture(name="promotion", params=["legacy", "weak"])
@@ -1015,4 +1050,13 @@ def test_PythonTakesRealsOfAllTypesForBlocks(tmp_path, kind):
                         gguf_types=names)
         assert caught.value.reason == "ARGUMENT_INVALID"
         assert said in str(caught.value)
+    for entry, said in (({"single": 40}, "512 columns, got that of 40"),
+                        ({"other": 512}, "got none of them")):
+        with pytest.raises(quantd.QuantdError, match=said):
+            quantd.save(tmp_path / "y.gguf", {"single": weight},
+                        gguf_types={"single": kind}, importance={
+                            name: imatrix.InputSquares(
+                                np.ones((1, columns), np.float32),
+                                np.ones(1, np.float32))
+                            for name, columns in entry.items()})
     assert not (tmp_path / "y.gguf").exists()

@@ -153,6 +153,52 @@ def test_long_rows_and_rounding_take_importance(client):
                                   by_gram.encoding.scale)
 
 
+def test_a_convolution_takes_the_moments_of_its_unfolded_inputs(client):
+    rng = np.random.default_rng(5)
+    weight = rng.standard_normal((16, 4, 3, 3)).astype(np.float32)
+    rows = (rng.standard_normal((500, 36)) *
+            np.exp(rng.standard_normal(36) * 1.5)).astype(np.float32)
+    mean_squares = np.square(rows.astype(np.float64)).mean(0)
+    spec = "int3:per-channel:mse"
+    plain = client.quantize(weight, spec)
+    by_weight = client.quantize(weight, quantd.EncodingSpec(
+        "int3", quantd.per_channel(), method="mse",
+        importance=quantd.Importance(weight=mean_squares)))
+    assert weighted_error(client, weight, by_weight,
+                          mean_squares.reshape(4, 3, 3)) < weighted_error(
+        client, weight, plain, mean_squares.reshape(4, 3, 3))
+    for features in (dict(moments=True), dict(gram=True)):
+        model = "conv-" + next(iter(features))
+        client.calibrate(
+            rows, quantd.TensorName(model, "conv.input"),
+            contribution=quantd.Contribution(
+                "job", 1, features=quantd.FeatureStatistics(
+                    **{"gram": False, **features})))
+        name = quantd.TensorName(model, "conv.weight")
+        named = client.quantize(weight, spec + ":importance", name=name)
+        assert named.codes.tobytes() == by_weight.codes.tobytes()
+        # Slices of it have their part of the weights.
+        for axis, begin, end in ((0, 4, 12), (1, 1, 3)):
+            where = [slice(None)] * 4
+            where[axis] = slice(begin, end)
+            offset = [0] * 4
+            offset[axis] = begin
+            blocks = quantd.blocks(1, 1, 3, 3)
+            text = quantd.EncodingSpec(
+                "int3", blocks, method="mse", importance=quantd.Importance())
+            whole = client.quantize(weight, text, name=name)
+            part = client.quantize(
+                np.ascontiguousarray(weight[tuple(where)]), text, name=name,
+                slice_of=quantd.Slice(weight.shape, tuple(offset)))
+            np.testing.assert_array_equal(part.encoding.scale,
+                                          whole.encoding.scale[tuple(where)])
+    # Neither of a row nor of its last dimension.
+    with pytest.raises(quantd.QuantdError, match="expected 3, .* or 36, "):
+        client.quantize(weight, quantd.EncodingSpec(
+            "int3", quantd.per_channel(), method="mse",
+            importance=quantd.Importance(weight=[1] * 9)))
+
+
 def test_weights_of_zero_count_alike(client, layer):
     weight, _, _ = layer
     none = quantd.EncodingSpec("int4", quantd.group(32), method="mse",

@@ -51,11 +51,11 @@ def test_long_lists_are_left_out(client, array):
     weights = np.arange(64) + 1.
     spec = dataclasses.replace(
         quantd.EncodingSpec.parse("int4:group:32:mse"),
-        importance=quantd.Importance(weight=weights.tolist()))
+        importance=quantd.Importance(weight=weights.tolist(), axis=1))
     client.quantize(array, spec, name=name("weighed"), store=True)
     told = made(client, "weighed").spec
     assert told.HasField("importance") and not told.importance.weight
-    assert told.importance.axis == -1
+    assert told.importance.axis == 1
     client.calibrate(array, name("ranges"), quantd.EncodingSpec(
         "int8", quantd.per_channel(0), method="fixed",
         range=([-1.] * 16, [1.] * 16)))

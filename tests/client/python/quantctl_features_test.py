@@ -275,6 +275,331 @@ def test_a_file_of_llama_cpp_weighs_errors(tmp_path, quantctl, client, layer,
     assert quantd.load(tmp_path / "q4_0.gguf")[name].shape == weight.shape
 
 
+def weighed_error(weight, restored, weights):
+    return (np.square(np.asarray(restored, np.float64) - weight) *
+            weights).sum()
+
+
+def test_a_file_of_llama_cpp_weighs_blocks_of_ggml(tmp_path, quantctl):
+    """The K-quants that quantctl makes itself; no server is there."""
+    rng = np.random.default_rng(17)
+    weight = rng.standard_normal((16, 512)).astype(np.float32)
+    squares = np.exp(2 * rng.standard_normal((1, 512))).astype(np.float32)
+    importance = tmp_path / "imatrix.gguf"
+    imatrix.save(importance, {"blk.0.ffn_up.weight": imatrix.InputSquares(
+        squares * 7, np.array([7], np.float32))})
+    name = "model.layers.0.mlp.up_proj.weight"
+    model = tmp_path / "model.safetensors"
+    quantd.save(model, {name: weight, "other.weight": weight})
+    for spec in ("q4_K", "q5_K", "q6_K", "q4_0", "q4_1", "q5_0", "q5_1",
+                 "q8_0"):
+        found = []
+        for flags in ((), ("--importance", importance)):
+            report = quantctl(
+                "quantize", model, "-o", tmp_path / "out.gguf", "--force",
+                "--spec", spec, "--json", "--evaluate", "--server",
+                "unix:/nowhere", *flags)
+            assert {tensor["name"]: tensor["importance"]
+                    for tensor in report["tensors"]} == {
+                        name: bool(flags), "other.weight": False}
+            found.append(dict(quantd.load(tmp_path / "out.gguf")))
+        plain, weighed = found
+        assert weighed_error(weight, weighed[name], squares) < (
+            .95 * weighed_error(weight, plain[name], squares)), spec
+        np.testing.assert_array_equal(weighed["other.weight"],
+                                      plain["other.weight"])
+        # As the commands that measure have it.
+        (tensor,) = [tensor for tensor in report["tensors"]
+                     if tensor["name"] == name]
+        for command in ("sweep", "evaluate"):
+            (measured,) = [one for one in quantctl(
+                command, model, "--spec", spec, "--spec", "int8",
+                "--importance", importance, "--json")["tensors"]
+                           if one["name"] == name]
+            candidate = next(one for one in measured["candidates"]
+                             if one.get("label", one.get("spec")) == spec)
+            assert candidate["sqnr_db"] == pytest.approx(tensor["sqnr_db"])
+
+
+@pytest.fixture(name="network", scope="module")
+def fixture_network(client, tmp_path_factory):
+    """Weights of a convolution, of fused layers and of one without inputs; the
+    inputs have moments, or a Gram matrix, as model "net"."""
+    rng = np.random.default_rng(23)
+    shapes = {"conv.weight": (16, 4, 3, 3), "a.q_proj.weight": (24, 64),
+              "a.k_proj.weight": (24, 64), "fc.weight": (32, 64),
+              "embed.weight": (40, 64), "plain.weight": (8, 64)}
+    weights = {name: rng.standard_normal(shape).astype(np.float32)
+               for name, shape in shapes.items()}
+    for inputs, features in (("conv.input", 36), ("a.q_proj.input", 64),
+                             ("elsewhere", 64), ("plain.input", 64)):
+        kept = {"conv.input": dict(gram=True), "plain.input": None}.get(
+            inputs, dict(moments=True))
+        client.calibrate(
+            (rng.standard_normal((200, features)) *
+             np.exp(1.5 * rng.standard_normal(features))).astype(np.float32),
+            quantd.TensorName("net", inputs, "calibrated"),
+            contribution=quantd.Contribution(
+                "job", 1, features=kept and quantd.FeatureStatistics(**kept)))
+    folder = tmp_path_factory.mktemp("network")
+    quantd.save(folder / "model.safetensors", weights)
+    (folder / "map.json").write_text(json.dumps({"fc.weight": "elsewhere"}))
+    return folder, weights
+
+
+INPUTS = {"conv.weight": "conv.input", "a.q_proj.weight": "a.q_proj.input",
+          "a.k_proj.weight": "a.q_proj.input", "fc.weight": "elsewhere"}
+
+
+def weighed_by_name(client, weights, spec):
+    """What the service makes of each weight, where it is told of its inputs."""
+    spec = quantd.EncodingSpec.parse(spec)
+    return {name: client.quantize(weight, dataclasses.replace(
+        spec, importance=name in INPUTS and quantd.Importance(
+            quantd.TensorName("net", INPUTS[name], "calibrated")) or None))
+            for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("where", [
+    ("--inputs", "net@calibrated"),
+    ("--inputs", "net@calibrated", "--model", "published"),
+    ("--model", "net", "--revision", "calibrated", "--no-store"),
+    ("--model", "net", "--revision", "calibrated")])
+def test_stored_moments_weigh_a_whole_model(tmp_path, quantctl, client, network,
+                                            where):
+    folder, weights = network
+    spec = "int3:per-channel:mse"
+    out = tmp_path / "out.safetensors"
+    flags = ("quantize", folder / "model.safetensors", "-o", out, "--spec",
+             spec + ":importance", "--inputs-map", folder / "map.json", *where)
+    report = quantctl(*flags, "--json")
+    assert {tensor["name"]: tensor["importance"]
+            for tensor in report["tensors"]} == {
+                name: name in INPUTS for name in weights}
+    found = quantd.load(out)
+    for name, expected in weighed_by_name(client, weights, spec).items():
+        assert found[name].codes.tobytes() == expected.codes.tobytes(), name
+        if "--model" in where and "--no-store" not in where:
+            stored = client.get_encoding(quantd.TensorName(
+                where[where.index("--model") + 1], name,
+                "calibrated" if "--revision" in where else "main"))
+            np.testing.assert_array_equal(stored.encoding.scale,
+                                          expected.encoding.scale)
+    said = quantctl(*flags, "--force")
+    assert ("quantized without importance, as no moments or Gram matrix of "
+            "their inputs are stored: embed.weight, plain.weight") in said
+    # Asked for by name.
+    quantctl(*flags, "--force", "--spec", "embed*=int4:mse", code=0)
+    said = quantctl(*flags, "--force", "--include", "*", code=1)
+    assert "asked for, but quantized without importance" in said
+
+
+def test_stored_moments_weigh_what_is_measured(quantctl, client, network):
+    folder, weights = network
+    specs = ["int3:per-channel:mse", "int3:per-channel:mse:importance", "int8"]
+    expected = {name: [client.evaluate(weights[name], [candidate.encoding])[0]
+                       .overall.sqnr_db for candidate in (
+                           client.quantize(weights[name], specs[0]), quantized)]
+                for name, quantized in weighed_by_name(
+                    client, weights, specs[0]).items()}
+    flags = [folder / "model.safetensors", "--inputs", "net@calibrated",
+             "--inputs-map", folder / "map.json"]
+    for spec in specs:
+        flags += ["--spec", spec]
+    for command in ("sweep", "evaluate"):
+        for tensor in quantctl(command, *flags, "--json")["tensors"]:
+            found = {one.get("label", one.get("spec")): one["sqnr_db"]
+                     for one in tensor["candidates"]}
+            assert [found[spec] for spec in specs[:2]] == pytest.approx(
+                expected[tensor["name"]]), (command, tensor["name"])
+            assert (expected[tensor["name"]][0] == expected[tensor["name"]][1]
+                    ) == (tensor["name"] not in INPUTS)
+        said = quantctl(command, *flags)
+        assert "measured without importance" in said
+        assert "embed.weight, plain.weight" in said
+        said = quantctl(command, *flags, "--include", "e*", "--include", "fc*",
+                        code=1)
+        assert "embed.weight" in said
+    # Moments alone do not tell the error at the output.
+    said = quantctl("evaluate", *flags, "--include", "fc*")
+    assert "without the error at the output of the layer" in said
+    # evaluate also takes them from --model.
+    document = quantctl("evaluate", folder / "model.safetensors", "--model",
+                        "net", "--revision", "calibrated", "--include",
+                        "a.k_proj*", "--spec", specs[1], "--json")
+    assert document["tensors"][0]["candidates"][0]["sqnr_db"] == (
+        pytest.approx(expected["a.k_proj.weight"][1]))
+
+
+def test_importance_without_its_inputs_is_refused(tmp_path, quantctl, network):
+    folder, _ = network
+    model = folder / "model.safetensors"
+    spec = ("--spec", "int4:mse:importance")
+    out = ("-o", tmp_path / "out.safetensors")
+    said = quantctl("quantize", model, *out, *spec, code=2)
+    assert "expected --inputs, or --model" in said
+    assert "expected --inputs" in quantctl("sweep", model, *spec, code=2)
+    assert "expected --inputs" in quantctl("evaluate", model, *spec, code=2)
+    for command in (("quantize", model, *out), ("sweep", model),
+                    ("evaluate", model)):
+        assert "got none for the tensors" in quantctl(
+            *command, *spec, "--inputs", "net", code=2)
+    # They are for nothing else.
+    for command in (("quantize", model, *out), ("sweep", model)):
+        assert "a spec with importance" in quantctl(
+            *command, "--spec", "int4:mse", "--inputs", "net", code=2)
+    assert "with a file" in quantctl(
+        "sweep", "--model", "net", "--spec", "int4", "--inputs", "net", code=2)
+    assert "without importance in a report" in quantctl(
+        "report", model, "-o", tmp_path / "report.html", *spec, code=2)
+    # Of one tensor, by name.
+    quantctl("quantize", model, *out, "--inputs", "net@calibrated", "--include",
+             "fc.weight", "--spec", "int4:per-channel:mse:importance=elsewhere")
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_python_weighs_a_model_as_quantctl_does(tmp_path, quantctl, client,
+                                                network, store):
+    folder, weights = network
+    spec = "int3:per-channel:mse:importance"
+    inputs = quantd.ModelRounding("net", "calibrated",
+                                  inputs={"fc.weight": "elsewhere"})
+    (tmp_path / "in").mkdir()
+    quantd.save(tmp_path / "in" / "model.safetensors", weights)
+    quantctl("quantize", tmp_path / "in", "-o", tmp_path / "a", "--spec", spec,
+             "--inputs", "net@calibrated", "--inputs-map", folder / "map.json")
+    stored = dict(store=store, model="stored") if store else {}
+    done = quantd.quantize_model(str(tmp_path / "in"), str(tmp_path / "b"),
+                                 spec, client=client, inputs=inputs, **stored)
+    assert {tensor.name: tensor.importance for tensor in done.tensors} == {
+        name: name in INPUTS for name in weights}
+    made = [quantd.load(tmp_path / name / "model.safetensors")
+            for name in "ab"]
+    for name in weights:
+        assert made[0][name].codes.tobytes() == made[1][name].codes.tobytes()
+    if store:
+        assert client.get_encoding(quantd.TensorName(
+            "stored", "fc.weight")).encoding.scale.tobytes() == made[1][
+                "fc.weight"].encoding.scale.tobytes()
+    else:
+        assert (tmp_path / "a/model.safetensors").read_bytes() == (
+            tmp_path / "b/model.safetensors").read_bytes()
+    # What the model of the encodings has serves by default.
+    alone = quantd.quantize_model(
+        folder / "model.safetensors", tmp_path / "alone.safetensors", spec,
+        client=client, model="net", revision="calibrated", store=store)
+    assert {tensor.name for tensor in alone.tensors if tensor.importance} == (
+        INPUTS.keys() - {"fc.weight"})
+    sweep = quantd.sweep_model(
+        folder / "model.safetensors", [spec, "int8"], client=client,
+        inputs=inputs)
+    for tensor in sweep.tensors:
+        (candidate,) = [one for one in tensor.candidates if one.spec == spec]
+        assert candidate.importance == (tensor.name in INPUTS)
+        assert candidate.metrics.sqnr_db == pytest.approx(client.evaluate(
+            weights[tensor.name],
+            [made[0][tensor.name].encoding])[0].overall.sqnr_db)
+
+
+def test_python_takes_a_file_of_llama_cpp_as_quantctl_does(tmp_path, quantctl,
+                                                           client, layer):
+    weight, squares = layer
+    name = "model.layers.0.self_attn.q_proj.weight"
+    experts = imatrix.InputSquares(np.exp(np.random.default_rng(3).normal(
+        size=(3, 64))).astype(np.float32), np.array([3, 0, 9], np.float32))
+    imatrix.save(tmp_path / "imatrix.gguf", {
+        "blk.0.attn_q.weight": squares, "experts.weight": experts})
+    (tmp_path / "in").mkdir()
+    quantd.save(tmp_path / "in" / "model.safetensors", {
+        name: weight, "experts.weight": weight, "other.weight": weight,
+        "head.weight": weight})
+    specs = ["head*=int8", "int3:group:32:mse"]
+    quantctl("quantize", tmp_path / "in", "-o", tmp_path / "a", "--importance",
+             tmp_path / "imatrix.gguf",
+             *(word for spec in specs for word in ("--spec", spec)))
+    loaded = imatrix.load(str(tmp_path / "imatrix.gguf"))
+    done = quantd.quantize_model(str(tmp_path / "in"), str(tmp_path / "b"),
+                                 specs, client=client, importance=loaded)
+    assert {tensor.name for tensor in done.tensors if tensor.importance} == {
+        name, "experts.weight"}
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (
+        tmp_path / "b/model.safetensors").read_bytes()
+    sweep = quantd.sweep_model(str(tmp_path / "in"), specs[1], client=client,
+                               importance=loaded)
+    assert {tensor.name for tensor in sweep.tensors
+            if tensor.candidates[0].importance} == {name, "experts.weight"}
+
+    def reason(spec, entries, **arguments):
+        with pytest.raises(quantd.QuantdError) as error:
+            quantd.quantize_model(
+                str(tmp_path / "in"), str(tmp_path / "c"), spec, client=client,
+                importance=entries, **arguments)
+        return error.value.message
+
+    narrow = imatrix.InputSquares(np.ones((1, 32), np.float32),
+                                  np.ones(1, np.float32))
+    assert "64 columns" in reason("int4:mse", {name: narrow})
+    assert "none of them" in reason("int4:mse", {"a.weight": squares})
+    assert "mse, sqnr or best-of" in reason("int4", loaded)
+    assert "got both" in reason("int4:mse:importance", loaded, inputs="net")
+    assert "expected inputs" in reason("int4:mse:importance", None)
+    assert "got none" in reason("int4:mse:importance", None, inputs="no/net")
+
+
+def test_modules_are_weighed_too(client):
+    torch = pytest.importorskip("torch")
+    import quantd.torch  # pylint: disable=import-outside-toplevel
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(10, 16), torch.nn.Linear(16, 8))
+    weight = model[1].weight.detach().numpy().copy()
+    rows = (np.random.default_rng(1).standard_normal((100, 16)) *
+            np.exp(np.arange(16) / 3)).astype(np.float32)
+    client.calibrate(rows, quantd.TensorName("module", "1.input"),
+                     contribution=quantd.Contribution(
+                         "job", 1, features=quantd.FeatureStatistics(
+                             moments=True)))
+    spec = "int3:per-channel:mse:importance"
+    done = quantd.torch.quantize_(model, spec, client=client, inputs="module")
+    assert {one.name: one.importance for one in done.replaced} == {
+        "0.weight": False, "1.weight": True}
+    expected = client.quantize(weight, spec, name=quantd.TensorName(
+        "module", "1.weight"))
+    np.testing.assert_array_equal(model[1].quantized_weight.scale.numpy(),
+                                  expected.encoding.scale)
+
+
+def test_a_run_goes_on_only_with_the_same_moments(tmp_path, quantctl, client,
+                                                  network):
+    _, weights = network
+    rows = np.random.default_rng(29).standard_normal((50, 64)).astype(
+        np.float32)
+
+    def contribute(sequence):
+        client.calibrate(rows, quantd.TensorName("resumed", "fc.input"),
+                         contribution=quantd.Contribution(
+                             "job", sequence, features=quantd.FeatureStatistics(
+                                 moments=True)))
+
+    contribute(1)
+    (tmp_path / "in").mkdir()
+    quantd.save(tmp_path / "in" / "model.safetensors",
+                {"fc.weight": weights["fc.weight"]})
+    flags = ("quantize", tmp_path / "in", "-o", tmp_path / "out", "--inputs",
+             "resumed", "--spec", "int4:per-channel:mse:importance", "--json")
+    assert quantctl(*flags)["quantized_count"] == 1
+    again = quantctl(*flags)
+    assert again["kept_count"] == 1 and again["tensors"][0]["importance"]
+    # In Python too.
+    python = quantd.quantize_model(
+        str(tmp_path / "in"), str(tmp_path / "out"),
+        "int4:per-channel:mse:importance", client=client, inputs="resumed")
+    assert [(tensor.result, tensor.importance)
+            for tensor in python.tensors] == [("kept", True)]
+    contribute(2)
+    assert quantctl(*flags)["kept_count"] == 0
+
+
 def test_importance_that_does_not_fit_is_refused(tmp_path, quantctl, layer):
     weight, squares = layer
     model = tmp_path / "model.safetensors"
@@ -298,8 +623,6 @@ def test_importance_that_does_not_fit_is_refused(tmp_path, quantctl, layer):
     assert "mse, sqnr or best-of in the spec of a.weight" in refused(
         own, spec="int4:group:32")
     assert "got both" in refused(own, spec="int4:group:32:mse:importance")
-    assert "no --importance with q4_K" in refused(own, spec="q4_K",
-                                                  out="out.gguf")
     # What is no importance matrix.
     for content, reason in ((b"", "FILE_MALFORMED"),
                             (b"\1\0\0\0\2\0\0\0a", "FILE_MALFORMED"),

@@ -99,6 +99,30 @@ def test_digits(client, digits, spec, least_db, least_right):
     assert found[True][1] >= least_right
 
 
+@pytest.mark.parametrize("option", ["half-step", "mse", "half-step:mse"])
+def test_convolutions_need_their_largest_elements(client, digits, option):
+    """With ranges that clip them the output loses what rounding wins."""
+    weights, modules = digits
+    test = rules.read_tensors(DATA + "/digits-cnn/test.safetensors")
+    linear = [module for module in modules if not module.startswith("conv")]
+
+    def compensated_db(searched):
+        found = restored(client, "digits", weights, modules, "int3:per-channel",
+                         True)
+        found = restored(client, "digits", {**found, **{
+            module + ".weight": weights[module + ".weight"]
+            for module in searched}}, searched,
+                         "int3:per-channel:" + option, True)
+        logits = rules.digits(found, test["images"], lambda _, x: x)
+        return sqnr_db(test["logits_fp32"], logits)
+
+    all_db, linear_db, strict_db = map(compensated_db, (modules, linear, ()))
+    print(f"{option}: {all_db:.1f} dB, of linear layers {linear_db:.1f} dB, "
+          f"of none {strict_db:.1f} dB")
+    assert all_db < strict_db - 3
+    assert linear_db > strict_db
+
+
 @pytest.fixture(scope="module")
 def language_model(client):
     weights = rules.read_tensors(DATA + "/char-lm/model.safetensors")

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <string>
 #include <tuple>
@@ -13,6 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "core/calibrate/block_quantizer.h"
 #include "core/calibrate/block_search.h"
 #include "core/calibrate/calibrate.h"
@@ -110,6 +112,23 @@ TEST(ImportanceTest, GivesEachElementTheWeightOfItsIndex) {
       }
     }
   }
+}
+
+// Of the last axis: the inputs of a convolution are unfolded.
+TEST(ImportanceTest, GivesEachElementOfARowItsWeight) {
+  std::vector<double> weights(20);
+  std::iota(weights.begin(), weights.end(), 0.5);
+  const auto importance = Importance::Create({3, 4, 5}, -1, weights);
+  ASSERT_TRUE(importance.ok()) << importance.status();
+  std::vector<double> got(60);
+  importance->Copy(0, 60, got.data());
+  for (size_t i = 0; i < 60; ++i) EXPECT_EQ(got[i], weights[i % 20]) << i;
+  EXPECT_FALSE(Importance::Create({3, 4, 5}, 1, weights).ok());
+  EXPECT_NE(Importance::Create({3, 4, 5}, -1, std::vector<double>(4, 1))
+                .status()
+                .message()
+                .find("expected 5, one for each index of axis 2, or 20"),
+            absl::string_view::npos);
 }
 
 TEST(ImportanceTest, RefusesWeightsThatAreNone) {

@@ -5,7 +5,7 @@ super-block shares."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import numpy as np
 
@@ -22,6 +22,11 @@ _ROUNDER = np.float32(1.5 * 2 ** 23)
 _LEAST_RANGE = np.float32(2.0 ** -60)
 _MOST_HALF = 65504
 _ROUNDS = 4
+# Beyond so many times the error that blocks have by themselves, other numbers
+# are tried for what a super-block shares.
+_SHARED_SHARE = 4
+# What counts nothing is not to become anything.
+_LEAST_WEIGHT = 1e-6
 _LINE_BLOCK = 32
 _SCALE_BLOCK = 16
 _MOST_SIX_BITS = 63
@@ -99,10 +104,11 @@ def packed_codes(codes: Array, bits: int) -> list[Array]:
 
 
 class _Lines:
-    """x' = scale * code - minimum, of rows of blocks."""
+    """x' = scale * code - minimum, of rows of blocks; weights of errors."""
 
-    def __init__(self, x: _Reals, most: int) -> None:
+    def __init__(self, x: _Reals, weights: _Reals, most: int) -> None:
         self._x = x.reshape(-1, _LINE_BLOCK)
+        self._weights = weights.reshape(-1, _LINE_BLOCK)
         self._most = most
 
     def codes(self, scale: _Reals, minimum: _Reals) -> _Reals:
@@ -112,20 +118,20 @@ class _Lines:
     def _error(self, scale: _Reals, minimum: _Reals) -> _Reals:
         code = self.codes(scale, minimum)
         error = self._x - (scale[:, None] * code - minimum[:, None])
-        return _sum(error * error)
+        return _sum(error * error * self._weights)
 
     def _sums(self, scale: _Reals, minimum: _Reals) -> tuple[_Reals, ...]:
         code = self.codes(scale, minimum)
-        return (_sum(code), _sum(code * code), _sum(self._x),
-                _sum(self._x * code))
+        q = code * self._weights
+        return (_sum(self._weights), _sum(q), _sum(code * q),
+                _sum(self._x * self._weights), _sum(self._x * q))
 
     def _fit(self, scale: _Reals, minimum: _Reals) -> tuple[_Reals, _Reals]:
-        q, qq, x, xq = self._sums(scale, minimum)
-        count = np.float32(_LINE_BLOCK)
-        determinant = count * qq - q * q
+        one, q, qq, x, xq = self._sums(scale, minimum)
+        determinant = one * qq - q * q
         with np.errstate(all="ignore"):
             fit = xq / qq
-            free = (count * xq - q * x) / determinant
+            free = (one * xq - q * x) / determinant
             free_minimum = (q * xq - qq * x) / determinant
         is_free = (determinant > 0) & (free_minimum > 0)
         fit = np.where(is_free, free, fit)
@@ -155,17 +161,17 @@ class _Lines:
         return (np.where(has_range, scale, np.float32(0)),
                 np.where(has_range, minimum, -low))
 
-    def _even(self) -> tuple[_Reals, _Reals]:
-        """The line of each block whose upper end is a power of two."""
+    def _end(self, code: int) -> tuple[_Reals, _Reals]:
+        """The line of each block whose upper end has that code."""
         low = np.minimum(self._x.min(axis=1), np.float32(0))
         high = np.maximum(self._x.max(axis=1), low)
-        scale = (high - low) / np.float32((self._most + 1) // 2)
+        scale = (high - low) / np.float32(code)
         return np.where(high - low > _LEAST_RANGE, scale, np.float32(0)), -low
 
     def _fit_halves(self, scale: _Reals, minimum: _Reals
                     ) -> tuple[_Reals, _Reals]:
-        q, qq, x, xq = self._sums(scale, minimum)
-        determinant = np.float32(_LINE_BLOCK) * qq - q * q
+        one, q, qq, x, xq = self._sums(scale, minimum)
+        determinant = one * qq - q * q
         with np.errstate(all="ignore"):
             minimum = _to_half(np.where(
                 determinant > 0, (q * xq - qq * x) / determinant, minimum))
@@ -219,11 +225,11 @@ class _Lines:
     def _fit_shared(self, scale: _Reals, minimum: _Reals, d: _Reals,
                     dmin: _Reals) -> tuple[_Reals, _Reals]:
         parts = _SUPER_BLOCK // _LINE_BLOCK
-        q, qq, x, xq = (one.astype(np.float64) for one in self._sums(
+        one, q, qq, x, xq = (sums.astype(np.float64) for sums in self._sums(
             np.repeat(d, parts) * scale, np.repeat(dmin, parts) * minimum))
         s, m = scale.astype(np.float64), minimum.astype(np.float64)
-        aa, ab, bb = (_total(one, parts) for one in (
-            s * s * qq, s * m * q, m * m * float(_LINE_BLOCK)))
+        aa, ab, bb = (_total(terms, parts) for terms in (
+            s * s * qq, s * m * q, m * m * one))
         xa, xb = _total(s * xq, parts), _total(m * x, parts)
         determinant = aa * bb - ab * ab
         with np.errstate(all="ignore"):
@@ -245,7 +251,7 @@ class _Lines:
             return tuple(_to_half_above(line.reshape(-1, parts).max(axis=1) /
                                         np.float32(most)) for line in lines)
 
-        even = self._even()
+        even = self._end((self._most + 1) // 2)
         even_d, even_dmin = shared(even, (_MOST_SIX_BITS + 1) // 2)
         even_scale, even_minimum, even_error = self._choose(
             even, even_d, even_dmin)
@@ -270,10 +276,36 @@ class _Lines:
             d, dmin = next_d, next_dmin
         is_even &= even_error <= least
         in_blocks = np.repeat(is_even, parts)
-        return (np.where(is_even, even_d, best[0]),
+        least = np.where(is_even, even_error, least)
+        best = [np.where(is_even, even_d, best[0]),
                 np.where(is_even, even_dmin, best[1]),
                 np.where(in_blocks, even_scale, best[2]),
-                np.where(in_blocks, even_minimum, best[3]))
+                np.where(in_blocks, even_minimum, best[3])]
+        rows = np.flatnonzero(
+            least > _SHARED_SHARE * _total(self._error(*lines), parts))
+        if len(rows):
+            self._retry(rows, lines, least, best)
+        return tuple(best)
+
+    def _retry(self, rows: Array, lines: tuple[_Reals, _Reals], least: _Reals,
+               best: list[_Reals]) -> None:
+        """Tries other d and dmin for these super-blocks."""
+        parts = _SUPER_BLOCK // _LINE_BLOCK
+        own = _Lines(self._x.reshape(-1, _SUPER_BLOCK)[rows],
+                     self._weights.reshape(-1, _SUPER_BLOCK)[rows], self._most)
+        for found in (tuple(line.reshape(-1, parts)[rows].ravel()
+                            for line in lines), own._end(self._most)):
+            largest = [line.reshape(-1, parts).max(axis=1) for line in found]
+            for most in range(_MOST_SIX_BITS, _MOST_SIX_BITS // 2, -1):
+                d, dmin = (_to_half(one / np.float32(most)) for one in largest)
+                *integers, error = own._choose((found[0], found[1]), d, dmin)
+                better = error < least[rows]
+                least[rows[better]] = error[better]
+                best[0][rows[better]] = d[better]
+                best[1][rows[better]] = dmin[better]
+                for kept, new in zip(best[2:], integers):
+                    kept.reshape(-1, parts)[rows[better]] = new.reshape(
+                        -1, parts)[better]
 
 
 def _total(terms: _Reals, parts: int) -> _Reals:
@@ -285,8 +317,8 @@ def _total(terms: _Reals, parts: int) -> _Reals:
     return total
 
 
-def _encode_lines(x: _Reals, most: int) -> list[Array]:
-    lines = _Lines(x, most)
+def _encode_lines(x: _Reals, weights: _Reals, most: int) -> list[Array]:
+    lines = _Lines(x, weights, most)
     d, dmin, scale, minimum = lines.find()
     parts = _SUPER_BLOCK // _LINE_BLOCK
     codes = lines.codes(np.repeat(d, parts) * scale,
@@ -307,34 +339,37 @@ def _encode_lines(x: _Reals, most: int) -> list[Array]:
     return packed
 
 
-def _encode_q4_k(x: _Reals) -> list[Array]:
-    return _encode_lines(x, 15)
+def _encode_q4_k(x: _Reals, weights: _Reals) -> list[Array]:
+    return _encode_lines(x, weights, 15)
 
 
-def _encode_q5_k(x: _Reals) -> list[Array]:
-    return _encode_lines(x, 31)
+def _encode_q5_k(x: _Reals, weights: _Reals) -> list[Array]:
+    return _encode_lines(x, weights, 31)
 
 
-def _encode_half_lines(x: _Reals, bits: int) -> list[Array]:
-    lines = _Lines(x, (1 << bits) - 1)
+def _encode_half_lines(x: _Reals, weights: _Reals, bits: int) -> list[Array]:
+    lines = _Lines(x, weights, (1 << bits) - 1)
     scale, minimum = lines.find_halves()
     return [_half_bytes(scale), _half_bytes(-minimum), *packed_codes(
         lines.codes(scale, minimum).astype(np.uint8), bits)]
 
 
-def _encode_q4_1(x: _Reals) -> list[Array]:
-    return _encode_half_lines(x, 4)
+def _encode_q4_1(x: _Reals, weights: _Reals) -> list[Array]:
+    return _encode_half_lines(x, weights, 4)
 
 
-def _encode_q5_1(x: _Reals) -> list[Array]:
-    return _encode_half_lines(x, 5)
+def _encode_q5_1(x: _Reals, weights: _Reals) -> list[Array]:
+    return _encode_half_lines(x, weights, 5)
 
 
 class _Scales:
-    """x' = scale * code, of rows of blocks; codes of two's complement."""
+    """x' = scale * code, of rows of blocks; codes of two's complement; weights
+    of errors."""
 
-    def __init__(self, x: _Reals, block: int, bits: int) -> None:
+    def __init__(self, x: _Reals, weights: _Reals, block: int, bits: int
+                 ) -> None:
         self._x = x.reshape(-1, block)
+        self._weights = weights.reshape(-1, block)
         # Of the lowest code.
         self._least = -(1 << bits - 1)
 
@@ -344,11 +379,12 @@ class _Scales:
 
     def _error(self, scale: _Reals) -> _Reals:
         error = self._x - scale[:, None] * self.codes(scale)
-        return _sum(error * error)
+        return _sum(error * error * self._weights)
 
     def _sums(self, scale: _Reals) -> tuple[_Reals, _Reals]:
         code = self.codes(scale)
-        return _sum(code * code), _sum(self._x * code)
+        return (_sum(code * code * self._weights),
+                _sum(self._x * code * self._weights))
 
     def _find(self) -> _Reals:
         largest = _largest(self._x)
@@ -425,8 +461,33 @@ class _Scales:
             goes_on = goes_on & (fit != d)
             d = fit
         is_even &= even_error <= least
-        return (np.where(is_even, even_d, best[0]),
-                np.where(np.repeat(is_even, parts), even_scale, best[1]))
+        least = np.where(is_even, even_error, least)
+        best = [np.where(is_even, even_d, best[0]),
+                np.where(np.repeat(is_even, parts), even_scale, best[1])]
+        rows = np.flatnonzero(
+            least > _SHARED_SHARE * _total(self._error(scales), parts))
+        if len(rows):
+            self._retry(rows, scales, least, best)
+        return best[0], best[1]
+
+    def _retry(self, rows: Array, scales: _Reals, least: _Reals,
+               best: list[_Reals]) -> None:
+        """Tries other d for these super-blocks."""
+        parts = _SUPER_BLOCK // _SCALE_BLOCK
+        own = _Scales(self._x.reshape(-1, _SUPER_BLOCK)[rows],
+                      self._weights.reshape(-1, _SUPER_BLOCK)[rows],
+                      _SCALE_BLOCK, 6)
+        for found in (scales.reshape(-1, parts)[rows].ravel(),
+                      _largest(own._x) / np.float32(self._least)):
+            largest = _largest(found.reshape(-1, parts))
+            for integer in range(-128, -64):
+                d = _to_half(largest / np.float32(integer))
+                chosen, error = own._choose(found, d)
+                better = error < least[rows]
+                least[rows[better]] = error[better]
+                best[0][rows[better]] = d[better]
+                best[1].reshape(-1, parts)[rows[better]] = chosen.reshape(
+                    -1, parts)[better]
 
     def _choose(self, scales: _Reals, d: _Reals) -> tuple[_Reals, _Reals]:
         parts = _SUPER_BLOCK // _SCALE_BLOCK
@@ -443,8 +504,8 @@ class _Scales:
         return chosen, _total(least, parts)
 
 
-def _encode_q6_k(x: _Reals) -> list[Array]:
-    scales = _Scales(x, _SCALE_BLOCK, 6)
+def _encode_q6_k(x: _Reals, weights: _Reals) -> list[Array]:
+    scales = _Scales(x, weights, _SCALE_BLOCK, 6)
     d, scale = scales.find()
     parts = _SUPER_BLOCK // _SCALE_BLOCK
     codes = (scales.codes(np.repeat(d, parts) * scale) + 32).astype(
@@ -458,8 +519,9 @@ def _encode_q6_k(x: _Reals) -> list[Array]:
             _half_bytes(d)]
 
 
-def _encode_half_scales(x: _Reals, bits: int, of_ggml: int) -> list[Array]:
-    scales = _Scales(x, _LINE_BLOCK, bits)
+def _encode_half_scales(x: _Reals, weights: _Reals, bits: int, of_ggml: int
+                        ) -> list[Array]:
+    scales = _Scales(x, weights, _LINE_BLOCK, bits)
     scale = scales.find_halves(of_ggml)
     # Two's complement becomes a distance from the lowest code, but for 8 bits.
     codes = scales.codes(scale).astype(np.int16) + (
@@ -467,16 +529,16 @@ def _encode_half_scales(x: _Reals, bits: int, of_ggml: int) -> list[Array]:
     return [_half_bytes(scale), *packed_codes(codes.astype(np.uint8), bits)]
 
 
-def _encode_q4_0(x: _Reals) -> list[Array]:
-    return _encode_half_scales(x, 4, -8)
+def _encode_q4_0(x: _Reals, weights: _Reals) -> list[Array]:
+    return _encode_half_scales(x, weights, 4, -8)
 
 
-def _encode_q5_0(x: _Reals) -> list[Array]:
-    return _encode_half_scales(x, 5, -16)
+def _encode_q5_0(x: _Reals, weights: _Reals) -> list[Array]:
+    return _encode_half_scales(x, weights, 5, -16)
 
 
-def _encode_q8_0(x: _Reals) -> list[Array]:
-    return _encode_half_scales(x, 8, 127)
+def _encode_q8_0(x: _Reals, weights: _Reals) -> list[Array]:
+    return _encode_half_scales(x, weights, 8, 127)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -485,7 +547,7 @@ class Encoder:
 
     block: int
     most_element: float
-    encode: Callable[[_Reals], list[Array]]
+    encode: Callable[[_Reals, _Reals], list[Array]]
 
 
 ENCODERS = {
@@ -499,12 +561,26 @@ ENCODERS = {
     "q6_K": Encoder(_SUPER_BLOCK, 2 ** 21, _encode_q6_k)}
 
 
-def encode(elements: Array, kind: str) -> Array:
+def encode(elements: Array, kind: str, importance: Sequence[float] = ()
+           ) -> Array:
     """Blocks, a row each, of float32 elements in rows of whole blocks, finite
-    and at most most_element in magnitude."""
+    and at most most_element in magnitude. importance: how much errors count in
+    each column; empty: all the same."""
     encoder = ENCODERS[kind]
     rows = elements.reshape(-1, encoder.block)
     count = _BATCH // encoder.block
+    weights = _weights(importance or [1.0] * encoder.block, encoder.block)
     return np.concatenate([
-        np.concatenate(encoder.encode(rows[begin:begin + count]), axis=1)
+        np.concatenate(encoder.encode(
+            rows[begin:begin + count],
+            weights[np.arange(begin, min(begin + count, len(rows))) %
+                    len(weights)]), axis=1)
         for begin in range(0, len(rows), count)])
+
+
+def _weights(importance: Sequence[float], block: int) -> _Reals:
+    """Of the blocks of a row of elements; the largest of each is 1."""
+    rows = np.asarray(importance, np.float64).reshape(-1, block)
+    largest = rows.max(axis=1, keepdims=True)
+    shares = np.maximum(rows / np.where(largest > 0, largest, 1), _LEAST_WEIGHT)
+    return np.where(largest > 0, shares, 1).astype(np.float32)

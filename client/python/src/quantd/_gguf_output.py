@@ -110,9 +110,9 @@ def quantized_item(name: str, tensor: QuantizedTensor) -> GgufItem:
                     np.concatenate(parts, axis=1))
 
 
-def blocks_item(path: str, name: str, kind: str, dtype: str, array: Array
-                ) -> GgufItem:
-    """Blocks that are made of reals here.
+def blocks_item(path: str, name: str, kind: str, dtype: str, array: Array,
+                importance: Sequence[float] = ()) -> GgufItem:
+    """Blocks that are made of reals here. importance: of each column, or none.
 
     Raises: ARGUMENT_INVALID; FILE_UNSUPPORTED for a name or a shape that the
         file cannot have.
@@ -129,6 +129,9 @@ def blocks_item(path: str, name: str, kind: str, dtype: str, array: Array
                      f"elements, as {kind} has, got the shape {array.shape}")
     if dtype not in _files.ELEMENT_TYPES:
         raise refuse(f"expected reals, got {dtype}")
+    if importance and len(importance) != array.shape[-1]:
+        raise refuse(f"expected importance for {array.shape[-1]} columns, got "
+                     f"that of {len(importance)}")
     _check(path, name, array.shape)
     # float16 does not have the largest element, which some versions of numpy
     # cast to the type of the array.
@@ -141,7 +144,7 @@ def blocks_item(path: str, name: str, kind: str, dtype: str, array: Array
                      f"{encoder.most_element:.0f} in magnitude, as "
                      f"{kind} has")
     return GgufItem(name, _NUMBERS[kind], array.shape, _gguf_encoders.encode(
-        reals.astype(np.float32), kind))
+        reals.astype(np.float32), kind, importance))
 
 
 def _row_of(tensor: QuantizedTensor) -> Optional[_Row]:

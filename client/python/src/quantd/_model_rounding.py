@@ -38,22 +38,29 @@ class ModelRounding:
 
 
 class StoredInputs:
-    """Which weights have the Gram matrix of their inputs in the store."""
+    """Which weights have the Gram matrix of their inputs in the store, or at
+    least moments."""
 
-    def __init__(self, rounding: ModelRounding, client: Client) -> None:
+    def __init__(self, rounding: ModelRounding, client: Client,
+                 needs_gram: bool = True) -> None:
         """Raises: those of Client.list_statistics."""
         if not isinstance(rounding, ModelRounding):
             raise errors.argument_invalid(
                 f"expected a ModelRounding, got {type(rounding).__name__}",
                 "rounding")
         self._rounding = rounding
+        self._needs_gram = needs_gram
         self._entries: dict[str, StatisticsEntry] = {
             entry.tensor: entry for entry in client.list_statistics(
-                rounding.model, rounding.revision) if entry.gram_size_bytes}
+                rounding.model, rounding.revision)}
+        self._usable = {
+            name for name, entry in self._entries.items()
+            if entry.gram_size_bytes or
+            not needs_gram and self._has_moments(name, client)}
         self._patterns = [_ties.Pattern(text) for text in _ties.DEFAULTS]
         # Names of inputs by label.
         self._fused: dict[str, list[str]] = {}
-        for name in self._entries:
+        for name in sorted(self._usable):
             label = name.endswith(_INPUT) and self._label_of(
                 name[:-len(_INPUT)] + _WEIGHT)
             if label:
@@ -61,7 +68,7 @@ class StoredInputs:
 
     def of(self, weight: str) -> Optional[Rounding]:
         """None where there are none."""
-        name = self._name_of(weight)
+        name = self.name_of(weight)
         return None if name is None else Rounding(
             TensorName(self._rounding.model, name, self._rounding.revision),
             self._rounding.damping, self._rounding.column_order)
@@ -69,21 +76,32 @@ class StoredInputs:
     def check_any(self, has_any: bool) -> None:
         """Raises: ARGUMENT_INVALID where no weight has inputs."""
         if not has_any:
+            what = "" if self._needs_gram else "moments or "
             raise errors.argument_invalid(
-                "expected Gram matrices of inputs in model "
+                f"expected {what}Gram matrices of inputs in model "
                 f"{self._rounding.model!r}, revision {self._rounding.revision},"
                 " got none for the tensors that are quantized; "
                 "quantd.torch.calibrate with features=\"gram\" stores them",
-                "rounding")
+                "rounding" if self._needs_gram else "inputs")
 
-    def _name_of(self, weight: str) -> Optional[str]:
+    def _has_moments(self, name: str, client: Client) -> bool:
+        """Of what a weight may have as its inputs."""
+        inputs = self._rounding.inputs or {}
+        if not ("." + name).endswith(_INPUT) and name not in inputs.values():
+            return False
+        return client.get_statistics(
+            TensorName(self._rounding.model, name, self._rounding.revision),
+            with_moments=True).moments is not None
+
+    def name_of(self, weight: str) -> Optional[str]:
+        """None where there are none."""
         inputs = self._rounding.inputs or {}
         if weight in inputs:
-            return inputs[weight] if inputs[weight] in self._entries else None
+            return inputs[weight] if inputs[weight] in self._usable else None
         own = weight[:-len("weight")] + "input"
         if not ("." + weight).endswith(_WEIGHT):
             return None
-        if own in self._entries:
+        if own in self._usable:
             return own
         fused = self._fused.get(self._label_of(weight) or "", [])
         return fused[0] if len(fused) == 1 else None
@@ -104,11 +122,17 @@ class StoredInputs:
 
     def run_text(self, weight: str) -> bytes:
         """The same with the statistics of today."""
-        name = self._name_of(weight)
+        name = self.name_of(weight)
         if name is None:
             return b""
-        entry = self._entries[name]
+        return f"rounding {weight} {name} {self.state_of(name)}\n".encode()
+
+    def state_of(self, name: str) -> str:
+        """What tells the statistics of inputs from those of another time; empty
+        where there are none."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return ""
         seconds = int(entry.update_time.replace(microsecond=0).timestamp())
-        return (f"rounding {weight} {name} {entry.source_count} "
-                f"{entry.size_bytes} {seconds} "
-                f"{entry.update_time.microsecond * 1000}\n").encode()
+        return (f"{entry.source_count} {entry.size_bytes} {seconds} "
+                f"{entry.update_time.microsecond * 1000}")

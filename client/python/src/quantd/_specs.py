@@ -139,6 +139,14 @@ class SpecSet:
                 return template
         return self.base
 
+    @property
+    def has_importance(self) -> bool:
+        """Whether a spec takes it from stored statistics."""
+        return any(template is not None and
+                   template.spec.importance is not None and
+                   template.spec.importance.weight is None for template in (
+                       self.base, *(spec for _, spec in self.overrides)))
+
     def text(self) -> bytes:
         """What tells sets apart, with the bytes that quantctl takes."""
         parts = [b"\n" + pattern.encode() + b"=" + template.text()

@@ -10,13 +10,16 @@ from typing import Any, Callable, Iterator, Mapping, Optional
 import torch
 
 from quantd import _arrays, _globs, _scales, errors
+from quantd._input_squares import InputSquares
+from quantd._model_importance import (InputsLike, ModelImportance,
+                                      source_of)
 from quantd._model_rounding import ModelRounding, StoredInputs
 from quantd._requests import QuantizeJob, Rounding, Sources
 from quantd._tables import ResultList, Tabular
 from quantd._torch_blocks import (LaidOut, keeping_types, plain_block_size,
                                   spread)
 from quantd.client import Client
-from quantd.encoding import Encoding, Source
+from quantd.encoding import Encoding, EncodingSpec, Source
 from quantd.results import QuantizedTensor, QuantizeSummary
 
 # Elements that are compared at a time.
@@ -167,6 +170,7 @@ class ReplacedWeight(Tabular):
     nan_count, infinity_count: elements that most codes do not stand for.
     overflow_count: finite elements that are none any more: the type of the
         weight is too narrow for what their codes stand for.
+    importance: whether it weighed the errors in the search for scales.
     """
 
     name: str
@@ -181,6 +185,7 @@ class ReplacedWeight(Tabular):
     nan_count: int
     infinity_count: int
     overflow_count: int
+    importance: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +221,10 @@ class _Weight:
 def quantize_(model: torch.nn.Module, specs: Sources, *, client: Client,
               model_name: str = "", revision: str = "", store: bool = False,
               nan_policy: Optional[str] = None,
-              rounding: Optional[ModelRounding] = None) -> ReplacedWeights:
+              rounding: Optional[ModelRounding] = None,
+              inputs: InputsLike = None,
+              importance: Optional[Mapping[str, InputSquares]] = None
+              ) -> ReplacedWeights:
     """Puts codes in place of the weights of each Linear, Conv1d, Conv2d, Conv3d
     and Embedding, in place:
 
@@ -239,6 +247,9 @@ def quantize_(model: torch.nn.Module, specs: Sources, *, client: Client,
     rounding: weights whose inputs have a Gram matrix are rounded for the output
         of their layer, the others to the nearest code: `rounding` of
         ReplacedWeight says which.
+    inputs, importance: see quantize_model(); `importance` of ReplacedWeight
+        says which weights have some. By default specs with importance take the
+        inputs of `rounding`, or of model_name.
 
     If a tensor fails, the model stays as it was. Weights with NaN or infinities
     are warned of; nan_policy="reject" refuses NaN.
@@ -256,19 +267,23 @@ def quantize_(model: torch.nn.Module, specs: Sources, *, client: Client,
                      specs, left_out)
     roundings: list[Optional[Rounding]] = [None] * len(chosen)
     if rounding is not None:
-        inputs = StoredInputs(rounding, client)
-        roundings = [inputs.of(weight.name) for weight in chosen]
-        inputs.check_any(any(roundings))
+        stored = StoredInputs(rounding, client)
+        roundings = [stored.of(weight.name) for weight in chosen]
+        stored.check_any(any(roundings))
+    weighed = _weigh(chosen, ModelImportance(importance, source_of(
+        inputs, rounding, model_name, revision)), client)
     found = list(client.quantize_many(
         [QuantizeJob(weight.parameter, weight.source, weight.name,
                      rounding=how)
-         for weight, how in zip(chosen, roundings)], model=model_name, revision=revision,
-        store=store, nan_policy=nan_policy))
+         for weight, how in zip(chosen, roundings)], model=model_name,
+        revision=revision, store=store, nan_policy=nan_policy))
     made = [QuantizedWeight(quantized, weight.parameter.dtype,
                             weight.parameter.device)
             for weight, quantized in zip(chosen, found)]
     replaced: ResultList[ReplacedWeight] = ResultList(
-        _report(weight, module, how is not None, quantized.summary)
+        dataclasses.replace(
+            _report(weight, module, how is not None, quantized.summary),
+            importance=weight.name in weighed)
         for weight, module, how, quantized in zip(chosen, made, roundings,
                                                   found))
     for row in replaced:
@@ -333,6 +348,30 @@ def _choose(weights: list[_Weight], specs: Sources, left_out: dict[str, str]
         if not weight.name:
             left_out[weight.names[0]] = "no pattern matches it"
     return [weight for weight in weights if weight.name]
+
+
+def _weigh(weights: list[_Weight], importance: ModelImportance, client: Client
+           ) -> set[str]:
+    """Gives specs their importance; the names of those that have some then."""
+    specs = {}
+    for weight in weights:
+        spec = weight.source
+        if isinstance(spec, str):
+            spec = EncodingSpec.parse(spec)
+        if isinstance(spec, EncodingSpec):
+            specs[weight.name] = spec
+    importance.find([(weight.name, tuple(weight.parameter.shape))
+                     for weight in weights if weight.name in specs],
+                    lambda name: [specs[name]], client)
+    weighed = set()
+    for weight in weights:
+        if weight.name not in specs:
+            continue
+        weight.source = spec = importance.apply(weight.name,
+                                                specs[weight.name])
+        if spec.importance is not None:
+            weighed.add(weight.name)
+    return weighed
 
 
 def _report(weight: _Weight, module: QuantizedWeight, is_compensated: bool,

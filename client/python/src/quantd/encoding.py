@@ -111,7 +111,9 @@ class Importance:
         matrix, of features; a string is a tensor of the same model and
         revision. None: MODULE.input for a tensor MODULE.weight.
     weight: the weights themselves, in place of inputs.
-    axis: the dimension; negative ones count from the end.
+    axis: the dimension; negative ones count from the end. Of the last one there
+        may also be a weight for each element of a row: all dimensions but the
+        first, as of a convolution whose inputs are unfolded.
     """
 
     inputs: Union[TensorName, str, None] = None
@@ -120,7 +122,12 @@ class Importance:
 
     def to_proto(self) -> encoding_pb2.Importance:
         """Raises: ARGUMENT_INVALID."""
-        message = encoding_pb2.Importance(axis=self.axis)
+        message = encoding_pb2.Importance()
+        if self.axis != -1:
+            message.axis = self.axis
+        if self.weight is None:
+            # As quantctl writes it.
+            message.inputs.SetInParent()
         if isinstance(self.inputs, TensorName):
             message.inputs.CopyFrom(self.inputs.to_proto())
         elif self.inputs is not None:

@@ -12,6 +12,8 @@ import numpy as np
 from quantd import (_arrays, _checkpoint, _compressed, _files, _gguf_output,
                     _layout, errors)
 from quantd._files import FileTensor
+from quantd._input_squares import InputSquares
+from quantd._llama_names import llama_name
 from quantd.results import QuantizedTensor
 from quantd.tensor import Array, naming
 
@@ -181,7 +183,8 @@ def save(path: Path,
          overwrite: bool = False, metadata: Optional[Mapping[str, str]] = None,
          element_types: Optional[Mapping[str, str]] = None,
          gguf_metadata: Optional[Path] = None,
-         gguf_types: Optional[Mapping[str, str]] = None) -> int:
+         gguf_types: Optional[Mapping[str, str]] = None,
+         importance: Optional[Mapping[str, InputSquares]] = None) -> int:
     """Writes a safetensors file as quantctl does, which appears complete or not
     at all; returns its size in bytes. A path that ends with .npy takes one
     plain tensor. One that ends with .gguf takes QuantizedTensors that have a
@@ -198,6 +201,9 @@ def save(path: Path,
         "q5_K" or "q6_K", by the names of arrays and tensors of torch, for
         blocks of these types: the bytes that quantctl makes. It takes up to two
         seconds for a million elements; quantctl takes much less.
+    importance: of a .gguf file with gguf_types: how much errors in each column
+        count, as quantd.imatrix.load() gives it, by names of tensors or
+        llama.cpp's names for them; others are made without.
 
     Raises: FILE_EXISTS, FILE_UNWRITABLE, ARGUMENT_INVALID; FILE_UNSUPPORTED for
         what GGUF has no place for.
@@ -214,11 +220,13 @@ def save(path: Path,
                 "metadata")
         return _gguf_output.write(
             path, overwrite,
-            _gguf_items(path, pairs, types, dict(gguf_types or {})),
+            _gguf_items(path, pairs, types, dict(gguf_types or {}),
+                        importance or {}),
             None if gguf_metadata is None else os.fspath(gguf_metadata))
-    if gguf_metadata is not None or gguf_types:
+    if gguf_metadata is not None or gguf_types or importance:
         raise errors.argument_invalid(
-            "expected gguf_metadata and gguf_types with a .gguf file", "path")
+            "expected gguf_metadata, gguf_types and importance with a .gguf "
+            "file", "path")
     _check_metadata(metadata or {})
     with _files.SafetensorsWriter(path, overwrite) as writer:
         for number, (name, tensor) in enumerate(pairs):
@@ -253,8 +261,10 @@ def _check_name(name: object) -> None:
 
 
 def _gguf_items(path: str, pairs: Iterable[tuple[str, FileValue]],
-                types: Mapping[str, str], blocks: dict[str, str]
+                types: Mapping[str, str], blocks: dict[str, str],
+                importance: Mapping[str, InputSquares]
                 ) -> Iterator[_gguf_output.GgufItem]:
+    is_weighed = False
     for name, tensor in pairs:
         _check_name(name)
         if isinstance(tensor, QuantizedTensor):
@@ -264,13 +274,21 @@ def _gguf_items(path: str, pairs: Iterable[tuple[str, FileValue]],
             array, found = _plain_array(tensor)
             dtype = _dtype_of(array, found or types.get(name))
         kind = blocks.pop(name, None)
+        squares = importance.get(name) or importance.get(llama_name(name))
+        is_weighed |= squares is not None and kind is not None
         yield (_gguf_output.plain_item(path, name, dtype, array)
                if kind is None else
-               _gguf_output.blocks_item(path, name, kind, dtype, array))
+               _gguf_output.blocks_item(
+                   path, name, kind, dtype, array,
+                   squares.mean_squares() if squares else ()))
     if blocks:
         raise errors.argument_invalid(
             "there are no plain tensors of the names " + ", ".join(blocks),
             "gguf_types")
+    if importance and not is_weighed:
+        raise errors.argument_invalid(
+            "expected importance of tensors in gguf_types, got none of them",
+            "importance")
 
 
 def _plain_array(tensor: Any) -> tuple[Array, Optional[str]]:

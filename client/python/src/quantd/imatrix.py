@@ -11,7 +11,6 @@ its columns, summed. Reads and writes `imatrix.gguf` and the older `.dat`.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import struct
@@ -20,9 +19,11 @@ from typing import Mapping, Sequence
 import numpy as np
 
 from quantd import _files, errors
-from quantd.encoding import Importance
+from quantd._input_squares import InputSquares
 from quantd.files import load as load_tensors
 from quantd.tensor import Array
+
+__all__ = ["InputSquares", "load", "save"]
 
 _SUMS = ".in_sum2"
 _COUNTS = ".counts"
@@ -31,31 +32,6 @@ _UINT32, _STRING, _ARRAY = 4, 8, 9
 _FLOAT32 = 0
 # Far more than llama.cpp writes.
 _MOST_NAME_BYTES = 4096
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class InputSquares:
-    """The squares of the inputs of a weight's columns.
-
-    sums: [matrices, columns], float32; one matrix, or one for each expert.
-    counts: [matrices], float32: how many inputs were summed.
-    """
-
-    sums: Array
-    counts: Array
-
-    def mean(self, matrix: int = 0) -> Array:
-        """The mean square of each column's inputs; 1 where none came, as
-        llama.cpp has it."""
-        count = float(self.counts[matrix])
-        if count <= 0:
-            return np.ones(self.sums.shape[1])
-        means: Array = self.sums[matrix].astype(np.float64) / count
-        return means
-
-    def importance(self, matrix: int = 0) -> Importance:
-        """For the weight [rows, columns], or for one of its experts."""
-        return Importance(weight=self.mean(matrix).tolist())
 
 
 def load(path: str) -> dict[str, InputSquares]:

@@ -15,13 +15,16 @@ from google.protobuf.message import DecodeError
 
 from quantd import _compressed, _files, _layout, errors
 from quantd._files import FileTensor, InputFile, SafetensorsWriter
+from quantd._input_squares import InputSquares
+from quantd._model_importance import (InputsLike, ModelImportance,
+                                      source_of)
 from quantd._model_rounding import ModelRounding, StoredInputs
 from quantd._parts import (PART_KEY, Part, as_part, find_parts, share_out)
 from quantd._plain import open_plain
 from quantd._progress import Progress, ProgressLike
 from quantd._requests import QuantizeJob
 from quantd._scale_stream import xxh3_64
-from quantd._specs import Filter, SpecSet, SpecsLike
+from quantd._specs import Filter, SpecSet, SpecsLike, Template
 from quantd._tables import ResultList, Tabular
 from quantd._ties import Group, Ties, TiesLike
 from quantd.client import Client
@@ -57,6 +60,7 @@ class ModelTensor(Tabular):
     rounding: "compensated" for the output of its layer, or "nearest"; None
         where it is not quantized.
     output_noise: what compensated rounding makes of that output.
+    importance: whether it weighed the errors in the search for scales.
     """
 
     name: str
@@ -73,6 +77,7 @@ class ModelTensor(Tabular):
     error: Optional[errors.QuantdError] = None
     rounding: Optional[str] = None
     output_noise: Optional[OutputNoise] = None
+    importance: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -184,7 +189,9 @@ def quantize_model(
         restart: bool = False, requantize: bool = False, streams: int = 2,
         ties: TiesLike = True, part: Union[tuple[int, int], str, None] = None,
         progress: ProgressLike = False,
-        rounding: Optional[ModelRounding] = None) -> QuantizedModel:
+        rounding: Optional[ModelRounding] = None, inputs: InputsLike = None,
+        importance: Optional[Mapping[str, InputSquares]] = None
+        ) -> QuantizedModel:
     """Quantizes the tensors of a file or of the folder of a model, and copies
     the others; with the bytes that quantctl quantize writes:
 
@@ -222,6 +229,14 @@ def quantize_model(
     rounding: weights whose inputs have a Gram matrix are rounded for the output
         of their layer, the others to the nearest code: `rounding` of
         ModelTensor says which.
+    inputs: the model whose stored statistics have the moments or the Gram
+        matrices of layers' inputs, for specs with importance, or a
+        ModelRounding that says which; default that of `rounding`, or `model`.
+    importance: an importance matrix of llama.cpp as imatrix.load() gives it, by
+        names of weights or llama.cpp's names for them: how much errors in each
+        column count for specs with mse, sqnr or best-of. Tensors for which
+        there is none are quantized without: `importance` of ModelTensor says
+        which.
 
     Only the tensors under way are in memory, and codes go to a file without a
     name in the target's folder: a model may be larger than memory.
@@ -245,7 +260,9 @@ def quantize_model(
                Filter(tuple(include), tuple(exclude), min_rank), client, model,
                revision, store, nan_policy, keep_going, overwrite, restart,
                requantize, streams, Ties(ties),
-               None if part is None else as_part(part), False, rounding)
+               None if part is None else as_part(part), False, rounding,
+               ModelImportance(importance, source_of(inputs, rounding, model,
+                                                     revision)))
     run.plan()
     return run.write(progress)
 
@@ -258,22 +275,29 @@ def join_model(
         min_rank: int = 2, nan_policy: Optional[str] = None,
         overwrite: bool = False, requantize: bool = False,
         ties: TiesLike = True,
-        rounding: Optional[ModelRounding] = None) -> QuantizedModel:
+        rounding: Optional[ModelRounding] = None, inputs: InputsLike = None,
+        importance: Optional[Mapping[str, InputSquares]] = None
+        ) -> QuantizedModel:
     """Makes the target of the parts of quantize_model(), once all are done; the
     target is that of one run. The arguments are those of the parts.
 
-    client: only with store, whose encodings it publishes, and with rounding.
+    client: only with store, whose encodings it publishes, with rounding, and
+        with a spec that has importance.
 
     Raises: FILE_INCOMPLETE, with the parts that are missing; those of
         quantize_model().
     """
-    if (store or rounding is not None) and client is None:
+    parsed = SpecSet(specs)
+    if client is None and (store or rounding is not None or
+                           parsed.has_importance):
         raise errors.argument_invalid(
-            "expected a client with store and with rounding", "client")
-    run = _Run(os.fspath(source), os.fspath(target), SpecSet(specs),
+            "expected a client with store, rounding and importance", "client")
+    run = _Run(os.fspath(source), os.fspath(target), parsed,
                Filter(tuple(include), tuple(exclude), min_rank), client, model,
                revision, store, nan_policy, False, overwrite, False,
-               requantize, 1, Ties(ties), None, True, rounding)
+               requantize, 1, Ties(ties), None, True, rounding,
+               ModelImportance(importance, source_of(inputs, rounding, model,
+                                                     revision)))
     run.plan()
     return run.write(False)
 
@@ -312,7 +336,8 @@ class _Run:
                  keep_going: bool, overwrite: bool, restart: bool,
                  requantize: bool, streams: int, ties: Ties,
                  part: Optional[Part], joins: bool,
-                 rounding: Optional[ModelRounding]) -> None:
+                 rounding: Optional[ModelRounding],
+                 importance: ModelImportance) -> None:
         self._source = source
         self._target = target
         self._specs = specs
@@ -331,6 +356,7 @@ class _Run:
         self._part = part
         self._joins = joins
         self._rounding = rounding
+        self._importance = importance
         # With rounding, once the plan is made.
         self._inputs: Optional[StoredInputs] = None
         self._targets: list[_Target] = []
@@ -359,6 +385,12 @@ class _Run:
         self._tied = {tensor.name: group for group in self._groups
                       for tensor in group.tensors}
         self._find_inputs()
+        # Behind the ties: tensors that share a scale may weigh errors
+        # differently.
+        self._importance.find(
+            [(tensor.name, tensor.shape) for shard in self._shards
+             for tensor in shard.selected],
+            lambda name: [self._template(name).spec], self._client)
         if self._has_keys:
             for shard in self._shards:
                 self._set_keys(shard)
@@ -481,15 +513,17 @@ class _Run:
                     error.name = TensorName(tensor=name)
                     outcome.error = error
 
-    def _spec(self, tensor: FileTensor) -> Any:
-        template = self._specs.of(tensor.name)
+    def _template(self, name: str) -> Template:
+        template = self._specs.of(name)
         assert template is not None
-        return template.spec_of(tensor.shape)
+        return template
+
+    def _spec(self, tensor: FileTensor) -> EncodingSpec:
+        return self._importance.apply(
+            tensor.name, self._template(tensor.name).spec_of(tensor.shape))
 
     def _message(self, tensor: FileTensor) -> Any:
-        template = self._specs.of(tensor.name)
-        assert template is not None
-        return template.of(tensor.shape)
+        return self._spec(tensor).to_proto()
 
     @staticmethod
     def _check_names(file: InputFile, name: str) -> None:
@@ -617,6 +651,7 @@ class _Run:
         policy = (self._nan_policy or "").replace("_", "-")
         command = (f"{_LAYOUT}\n{policy}".encode() + self._specs.text() +
                    (self._inputs.command_text() if self._inputs else b"") +
+                   self._importance.command_text(self._specs.has_importance) +
                    self._ties.text() + self._filter.text())
         shard.command = _hash(
             f"{os.path.realpath(shard.file.path)}\n".encode() + command)
@@ -633,6 +668,9 @@ class _Run:
         if self._inputs:
             text += b"".join(self._inputs.run_text(tensor.name)
                              for tensor in shard.selected)
+        text += b"".join(self._importance.run_text(tensor.name,
+                                                   self._spec(tensor))
+                         for tensor in shard.selected)
         # What others have decides on a scale too.
         for group in self._groups:
             names = {tensor.name for tensor in group.tensors}
@@ -757,9 +795,7 @@ class _Run:
         metadata = dict(target.shard.file.metadata)
         records: dict[str, Any] = {}
         for tensor in target.tensors:
-            template = self._specs.of(tensor.name)
-            assert template is not None
-            spec = template.of(tensor.shape)
+            spec = self._template(tensor.name).of(tensor.shape)
             entries += _layout.expected_entries(tensor.name, spec,
                                                 tensor.shape)
             encoding, _ = _layout.expected(spec, tensor.shape)
@@ -933,7 +969,9 @@ class _Run:
                     outcome.clipped_high, outcome.nan, outcome.infinity,
                     outcome.error, None if not outcome.is_quantized else
                     "compensated" if outcome.is_compensated else "nearest",
-                    outcome.output_noise))
+                    outcome.output_noise,
+                    outcome.is_quantized and
+                    self._spec(tensor).importance is not None))
         names = {_files.INDEX_NAME, *(shard.name for shard in self._shards)}
         left_out = sorted(
             name for name in os.listdir(self._source)

@@ -12,6 +12,8 @@ from typing import Any, Iterable, Mapping, Optional, Sequence, Union
 
 from quantd import errors
 from quantd._files import FileTensor
+from quantd._input_squares import InputSquares
+from quantd._model_importance import InputsLike, ModelImportance
 from quantd._model_rounding import ModelRounding, StoredInputs
 from quantd._plain import open_plain
 from quantd._progress import Progress, ProgressLike
@@ -44,6 +46,8 @@ class MeasuredCandidate(Tabular):
         as others, 0 where none are finite.
     output_noise: the same at the output of the layer; with `inputs`, where
         those of the tensor are stored.
+    importance: whether it weighed the errors in the search for scales, not
+        those that were measured.
     """
 
     _INLINE = ("metrics",)
@@ -55,6 +59,7 @@ class MeasuredCandidate(Tabular):
     noise_to_signal: float = math.inf
     error: Optional[errors.QuantdError] = None
     output_noise: Optional[float] = None
+    importance: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,9 +131,10 @@ def sweep_model(
         max_bits_per_element: Targets = (), include: Iterable[str] = (),
         exclude: Iterable[str] = (), min_rank: int = 2, streams: int = 4,
         ties: TiesLike = True, progress: ProgressLike = False,
-        inputs: Union[str, ModelRounding, None] = None,
+        inputs: InputsLike = None,
         weights: Optional[Mapping[str, float]] = None,
-        objective: str = "tensor") -> ModelSweep:
+        objective: str = "tensor",
+        importance: Optional[Mapping[str, InputSquares]] = None) -> ModelSweep:
     """Measures 1 to 64 specs on the tensors of a file or of the folder of a
     model, in one pass over the data, and chooses a spec for each tensor;
     quantctl sweep FILE does the same:
@@ -151,13 +157,14 @@ def sweep_model(
     progress: see Client.quantize_many.
     inputs: the model whose stored statistics have the Gram matrices of the
         layers' inputs, or a ModelRounding that says which: output_noise as
-        well.
+        well. Specs with importance take these, or moments.
     weights: by tensor, how much of the noise at its layer's output reaches the
         end of the model; see quantd.torch.output_weights.
     objective: what mixtures keep small. "tensor": the sum over tensors of their
         noise. "output": the sum of the layers' output noise, weighed, which
         needs `inputs` and `weights` of all tensors. Without weights that sum
         chooses worse mixtures than the tensors' noise.
+    importance: see quantize_model().
 
     A spec that fails on a tensor is an error of that candidate; the others are
     measured all the same. Tensors without elements are left out, with a
@@ -181,6 +188,7 @@ def sweep_model(
             "inputs" if inputs is None else "weights")
     stored = None if inputs is None else StoredInputs(
         ModelRounding(inputs) if isinstance(inputs, str) else inputs, client)
+    weighed = ModelImportance(importance, inputs)
     budgets = [(name, value) for name, values in (
         ("min_sqnr_db", min_sqnr_db), ("max_size_bytes", max_size_bytes),
         ("max_bits_per_element", max_bits_per_element))
@@ -189,6 +197,8 @@ def sweep_model(
     tensors = _measurable(Filter(tuple(include), tuple(exclude), min_rank
                                  ).select(
         tensor for file in files for tensor in file.tensors.values()))
+    weighed.find([(tensor.name, tensor.shape) for tensor in tensors],
+                 lambda _: [template.spec for template in templates], client)
     if objective == "output":
         assert stored is not None and weights is not None
         _check_weights(tensors, stored, weights)
@@ -203,7 +213,7 @@ def sweep_model(
                 tensor.size_bytes for tensor in tensors)) as shown:
             for tensor, candidates in zip(tensors, pool.map(
                     lambda tensor: _measure(tensor, specs, templates, tied,
-                                            client, stored),
+                                            client, stored, weighed),
                     tensors)):
                 measured.append(candidates)
                 shown.add(tensor.size_bytes)
@@ -258,8 +268,8 @@ def _rank(candidate: MeasuredCandidate) -> tuple[bool, float, int]:
 
 def _measure(tensor: FileTensor, specs: Sequence[Spec],
              templates: Sequence[Template], tied: Sequence[dict[str, Group]],
-             client: Client, stored: Optional[StoredInputs]
-             ) -> list[MeasuredCandidate]:
+             client: Client, stored: Optional[StoredInputs],
+             weighed: ModelImportance) -> list[MeasuredCandidate]:
     """All specs on a tensor, in their order. tied: of each spec the groups that
     share a scale of it, by the names of their tensors."""
     found: dict[int, MeasuredCandidate] = {}
@@ -271,7 +281,8 @@ def _measure(tensor: FileTensor, specs: Sequence[Spec],
 
     for index, template in enumerate(templates):
         try:
-            wanted[index] = template.spec_of(tensor.shape)
+            wanted[index] = weighed.apply(tensor.name,
+                                          template.spec_of(tensor.shape))
         except errors.QuantdError as error:
             fail(index, error)
     array = tensor.array()
@@ -295,7 +306,8 @@ def _measure(tensor: FileTensor, specs: Sequence[Spec],
             metrics = measure([spec for spec, _ in ties])
         except errors.QuantdError as error:
             if (len(ties) > 1 or error.reason != "MEMORY_BUDGET" or
-                    ties[0][1] is not None):
+                    ties[0][1] is not None or
+                    ties[0][0].importance is not None):
                 raise
             # The server need not hold the tensor where it is given the
             # encoding.
@@ -312,7 +324,8 @@ def _measure(tensor: FileTensor, specs: Sequence[Spec],
                 index, specs[index], candidate.overall, candidate.size_bytes,
                 _noise_to_signal(candidate, metrics.statistics),
                 output_noise=None if candidate.output_noise is None else
-                candidate.output_noise.noise_to_signal)
+                candidate.output_noise.noise_to_signal,
+                importance=wanted[index].importance is not None)
 
     # One that fails fails all: then each by itself.
     rounds: list[list[int]] = [list(wanted)] if wanted else []
