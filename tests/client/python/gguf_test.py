@@ -959,9 +959,9 @@ def test_PythonMakesTheBlocksOfQuantctl(quantctl, tmp_path, kind):
     # q4_1 and q5_1 have minima in float16.
     weights["large"] *= 2.0 ** -5 if kind[-1] == "1" else 1
     weights["normal"] = weights_of_k_quants()["normal"]
+    weights = {f"{name}.weight": weight for name, weight in weights.items()}
     quantd.save(source, {**weights, "norm": np.ones(3, np.float32)})
-    quantctl(*NOWHERE, "quantize", source, "-o", of_quantctl, "--spec", kind,
-             "--include", "*")
+    quantctl(*NOWHERE, "quantize", source, "-o", of_quantctl, "--spec", kind)
     quantd.save(of_python, quantd.load(source),
                 gguf_types=dict.fromkeys(weights, kind))
     found, expected = (_files.open_file(str(path)).tensors
@@ -976,7 +976,7 @@ def test_PythonMakesTheBlocksOfQuantctl(quantctl, tmp_path, kind):
         (np.exp(3 * rng.standard_normal((2, weight.shape[1]))) *
          (rng.random(weight.shape[1]) < 0.9)).astype(np.float32),
         np.array([3, 0], np.float32)) for name, weight in weights.items()}
-    del importance["normal"]
+    del importance["normal.weight"]
     imatrix.save(tmp_path / "i.gguf", importance)
     quantctl(*NOWHERE, "quantize", source, "-o", of_quantctl, "--force",
              "--spec", kind, "--importance", tmp_path / "i.gguf")
@@ -994,13 +994,13 @@ def test_WeighedBlocksLoseNoMoreThanThoseOfGgml(ggml, quantctl, tmp_path, kind):
                          "heavy": unusual_weights()["heavy"]}.items():
         squares = np.exp(2 * rng.standard_normal(weight.shape[1])).astype(
             np.float32)
-        imatrix.save(tmp_path / "imatrix.gguf", {"w": imatrix.InputSquares(
+        imatrix.save(tmp_path / "imatrix.gguf", {"w.weight": imatrix.InputSquares(
             squares[None], np.ones(1, np.float32))}, overwrite=True)
-        quantd.save(source, {"w": weight}, overwrite=True)
+        quantd.save(source, {"w.weight": weight}, overwrite=True)
         quantctl(*NOWHERE, "quantize", source, "-o", path, "--force", "--spec",
                  kind, "--importance", tmp_path / "imatrix.gguf")
         noise = [(np.square(restored.astype(float) - weight) * squares).sum()
-                 for restored in (quantd.load(path)["w"], ggml_quantizes(
+                 for restored in (quantd.load(path)["w.weight"], ggml_quantizes(
                      ggml, MADE[kind], weight, squares))]
         assert noise[0] <= 1.01 * noise[1], name
 

@@ -130,6 +130,7 @@ def test_the_error_at_the_output_is_the_services(quantctl, client, digits):
             noise = metrics.output_noise.noise_to_signal
             assert found["output_noise"] == {
                 "noise_to_signal": noise, "source": "gram",
+                "clipped_input_count": 0,
                 "sqnr_db": pytest.approx(-10 * np.log10(noise))}
             assert found["sqnr_db"] == metrics.overall.sqnr_db
             # It is not that of the tensor.
@@ -157,7 +158,8 @@ def test_without_finite_elements_there_is_no_error_at_the_output(
     ((found,),) = [tensor["candidates"] for tensor in quantctl(
         *flags, "--json")["tensors"]]
     assert found["output_noise"] == {"noise_to_signal": None, "sqnr_db": None,
-                                     "source": "gram"}
+                                     "source": "gram",
+                                     "clipped_input_count": 0}
     # At the weight, at the output, and the largest.
     assert quantctl(*flags).count("n/a") == 3
 

@@ -358,9 +358,12 @@ class OutputExchange(Exchange[Result]):
         if self._summary is None:
             self._summary = self.SUMMARY()
         for field in self._summary.DESCRIPTOR.fields:
-            setattr(self._summary, field.name, getattr(
-                self._summary, field.name) + getattr(part._summary, field.name)
-                if field.name != "checksum_xxh3" else 0)
+            # Tensors in parts have no output_noise.
+            if field.message_type is None:
+                setattr(self._summary, field.name, getattr(
+                    self._summary, field.name) +
+                    getattr(part._summary, field.name)
+                    if field.name != "checksum_xxh3" else 0)
 
     def reset(self) -> None:
         super().reset()
