@@ -275,6 +275,9 @@ def test_NpyIsReadAndWritten(tmp_path, weight):
         quantd.save(path, {"any": weight.astype(dtype)}, overwrite=True)
         assert quantd.load(path)["w"].dtype == dtype
     assert raised(quantd.save, tmp_path / "x.npy", {}) == "ARGUMENT_INVALID"
+    # Else the elements would be those from some bytes behind the first on.
+    path.write_bytes(path.read_bytes() + b"more")
+    assert raised(quantd.load, path) == "FILE_MALFORMED"
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npy", ".gguf"])

@@ -422,7 +422,11 @@ def _open_npy(path: str) -> InputFile:
             f"8 bytes in C order, got {mapped.dtype}")
     name = os.path.basename(path)[:-len(".npy")]
     source = _Source(path)
-    data = FileBytes(source, source.size_bytes - mapped.nbytes, mapped.nbytes)
+    size = source.size_bytes - mapped.offset
+    if size != mapped.nbytes:
+        raise malformed(
+            path, f"expected {mapped.nbytes} bytes of data, got {size}")
+    data = FileBytes(source, mapped.offset, size)
     return InputFile(path, {name: FileTensor(name, dtype, mapped.shape, data)})
 
 
