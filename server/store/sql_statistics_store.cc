@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -904,11 +905,11 @@ absl::Status SqlStatisticsStore::ForEachSource(
                                            const std::string& source)>
         read) {
   std::vector<std::string> sources;
-  if (!only.empty()) sources.emplace_back(only);
   const auto list = [&](SqlConnection& connection) -> absl::Status {
     const std::unique_ptr<SqlStatement> row =
         connection.Prepare(kSelectSources);
     row->BindKey(key);
+    sources.clear();
     while (true) {
       absl::StatusOr<bool> found = row->Step("cannot read statistics");
       if (!found.ok()) return found.status();
@@ -916,19 +917,29 @@ absl::Status SqlStatisticsStore::ForEachSource(
       sources.emplace_back(row->Bytes(0));
     }
   };
-  if (only.empty()) {
-    if (absl::Status s = database_->Read(list); !s.ok()) return s;
+  if (!only.empty()) {
+    sources.emplace_back(only);
+  } else if (absl::Status s = database_->Read(list); !s.ok()) {
+    return s;
   }
-  bool is_there = false;
+  std::vector<std::string> there;
   for (const std::string& source : sources) {
     const auto read_one = [&](SqlConnection& connection) -> absl::Status {
       const absl::StatusOr<bool> found = read(connection, source);
-      if (found.ok() && *found) is_there = true;
+      if (found.ok() && *found) there.push_back(source);
       return found.status();
     };
     if (absl::Status s = database_->Read(read_one); !s.ok()) return s;
   }
-  if (is_there) return absl::OkStatus();
+  bool is_whole = !there.empty();
+  if (is_whole && there.size() < sources.size()) {
+    // Some were deleted meanwhile: by themselves, or with those that were read.
+    if (absl::Status s = database_->Read(list); !s.ok()) return s;
+    is_whole = absl::c_all_of(there, [&](const std::string& source) {
+      return absl::c_linear_search(sources, source);
+    });
+  }
+  if (is_whole) return absl::OkStatus();
   return database_->Read([&](SqlConnection& connection) {
     return NoSuchStatistics(connection, key);
   });

@@ -64,7 +64,8 @@ class SqlStatisticsStore : public StatisticsStore {
   // Has each source of a tensor read, or unless that is empty the only one, in
   // a transaction of its own: nobody waits for all of them. `read` answers
   // whether it is there.
-  // Errors: STATISTICS_NOT_FOUND for none, those of `read`, STORE_UNAVAILABLE.
+  // Errors: STATISTICS_NOT_FOUND for none, or if those of the tensor are
+  // deleted meanwhile; those of `read`, STORE_UNAVAILABLE.
   absl::Status ForEachSource(const EncodingKey& key, absl::string_view only,
                              absl::FunctionRef<absl::StatusOr<bool>(
                                  SqlConnection&, const std::string& source)>

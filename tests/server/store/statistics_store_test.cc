@@ -550,6 +550,32 @@ TEST_P(StatisticsStoreTest, ConcurrentContributionsLoseAndRepeatNothing) {
 
 // A source that is deleted while it contributes starts over, and nothing of
 // before comes back.
+TEST_P(StatisticsStoreTest, DoesNotReadAPartOfWhatIsDeletedMeanwhile) {
+  const std::unique_ptr<StatisticsStore> other = Open();
+  std::string source;
+  const auto proceed = [&](int64_t /*memory*/) {
+    return other->DeleteStatistics(key_, source);
+  };
+  const auto contribute = [&] {
+    MustContribute("a", 1, StateWithGram(1));
+    MustContribute("b", 1, StateWithGram(2));
+  };
+  contribute();
+  EXPECT_EQ(Reason(store_->ReadStatistics(key_, proceed).status()),
+            "STATISTICS_NOT_FOUND");
+  contribute();
+  EXPECT_EQ(Reason(store_->ReadGram(key_, proceed).status()),
+            "STATISTICS_NOT_FOUND");
+  // Those of a source alone leave the others.
+  contribute();
+  source = "b";
+  const absl::StatusOr<StoredStatistics> rest =
+      store_->ReadStatistics(key_, proceed);
+  ASSERT_TRUE(rest.ok()) << rest.status();
+  ASSERT_EQ(rest->sources.size(), 1u);
+  EXPECT_EQ(rest->sources[0].source, "a");
+}
+
 TEST_P(StatisticsStoreTest, ContributesWhileOthersDelete) {
   constexpr uint64_t kSequences = testing::kSanitized ? 20 : 60;
   const std::unique_ptr<StatisticsStore> other = Open();
