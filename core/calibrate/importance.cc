@@ -29,14 +29,15 @@ absl::StatusOr<Importance> Importance::Create(
   }
   const auto at = static_cast<size_t>(axis < 0 ? axis + rank : axis);
   const auto count = static_cast<int64_t>(weights.size());
-  const bool is_last = at + 1 == shape.size();
-  if (count != shape[at] && !(is_last && count == RowSize(shape))) {
-    return MethodInvalidError(absl::StrCat(
-        count, " weights of importance, expected ", shape[at],
-        ", one for each index of axis ", at,
-        is_last && rank > 2 ? absl::StrCat(", or ", RowSize(shape),
-                                           ", one for each element of a row")
-                            : ""));
+  // The row of a matrix is its last axis, and a vector has none.
+  const bool takes_row = rank > 2 && at + 1 == shape.size();
+  if (count != shape[at] && !(takes_row && count == RowSize(shape))) {
+    return MethodInvalidError(
+        absl::StrCat(count, " weights of importance, expected ", shape[at],
+                     ", one for each index of axis ", at,
+                     takes_row ? absl::StrCat(", or ", RowSize(shape),
+                                              ", one for each element of a row")
+                               : ""));
   }
   for (int64_t i = 0; i < count; ++i) {
     if (!std::isfinite(weights[i]) || weights[i] < 0) {

@@ -146,6 +146,8 @@ TEST(ImportanceTest, RefusesWeightsThatAreNone) {
   EXPECT_TRUE(has(message({1, -1, 3}), "weight 1"));
   EXPECT_TRUE(has(message({1, 2, kInfinity}), "weight 2"));
   EXPECT_TRUE(has(message({std::nan(""), 2, 3}), "weight 0"));
+  // A vector has no rows, of which one number would do.
+  EXPECT_FALSE(Importance::Create({3}, 0, std::vector<double>{1}).ok());
 }
 
 // Of all ranges of a fine grid none is better by .05%, over all blocks.
