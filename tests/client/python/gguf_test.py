@@ -904,6 +904,13 @@ def test_PythonRefusesWhatGgufCannotHold(client, tmp_path):
     refused({"w": weight}, "ARGUMENT_INVALID", gguf_metadata=path,
             path=tmp_path / "x.safetensors")
     refused({"w": weight}, "FILE_UNREADABLE", gguf_metadata=tmp_path / "no")
+    for square in (np.nan, np.inf, -1):
+        said = refused({"w": weight}, "ARGUMENT_INVALID",
+                       gguf_types={"w": "q4_0"},
+                       importance={"w": imatrix.InputSquares(
+                           np.full((1, 64), square, np.float32),
+                           np.ones(1, np.float32))})
+        assert "finite numbers of at least 0" in said
 
 
 def test_PythonSaysOfItsFilesWhatIsTrueOfThem(client, tmp_path):

@@ -132,6 +132,8 @@ def blocks_item(path: str, name: str, kind: str, dtype: str, array: Array,
     if importance and len(importance) != array.shape[-1]:
         raise refuse(f"expected importance for {array.shape[-1]} columns, got "
                      f"that of {len(importance)}")
+    if not all(0 <= weight < math.inf for weight in importance):
+        raise refuse("expected importance of finite numbers of at least 0")
     _check(path, name, array.shape)
     # float16 does not have the largest element, which some versions of numpy
     # cast to the type of the array.
