@@ -76,7 +76,7 @@ class ModelImportance:
                     f"expected importance for the {columns} columns of {name}, "
                     f"got that of {entry.sums.shape[1]}", "importance")
             self._weights[name] = entry.mean_squares()
-        if not self._weights:
+        if tensors and not self._weights:
             raise errors.argument_invalid(
                 "expected weights to quantize in the importance matrix, such "
                 f"as {missing}, got none of them" if missing else
