@@ -150,10 +150,8 @@ absl::Status ExistsError(const Shard& shard, bool is_quantctls) {
       status.message(),
       ", made from another input or with other options (--spec, --include, "
       "--exclude, --min-rank, --all, --layout, --activations, --kv-cache, "
-      "--ignore, --nan-policy, --tie, --rounding, --importance); give those of "
-      "that run to "
-      "go on with "
-      "it, or another folder with -o"));
+      "--ignore, --nan-policy, --tie, --rounding, --inputs, --importance); "
+      "give those of that run to go on with it, or another folder with -o"));
 }
 
 absl::Status OtherPartError(const std::string& path, absl::StatusCode code) {
