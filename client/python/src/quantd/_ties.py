@@ -33,7 +33,7 @@ DEFAULTS = (
 
 # The weights of the experts of a layer: of each, or of all in two tensors.
 _EXPERTS = re.compile(
-    r"((?:.*?\.)?experts)\.(?:\d+\..+\.weight|"
+    r"((?:.*?\.)?experts)\.(?:[0-9]+\..+\.weight|"
     r"(?:gate_up_proj|down_proj)(?:\.weight)?)", re.DOTALL)
 
 _PIECE = re.compile(r"(\*)|\{([^{}]+)\}|([^*{}]+)")
