@@ -117,9 +117,8 @@ class CompensationFactor {
   std::vector<float> panels_;
 };
 
-// Checks that a Gram matrix is positive semidefinite, as X^T X is: with 1e-6 of
-// its mean diagonal added it has a factor. So one that is merged of such has a
-// factor for each larger damping.
+// Checks that a Gram matrix is positive semidefinite, as X^T X is, and so are
+// sums of such: with 1e-6 of its mean diagonal added it has a factor.
 // Takes as long as CompensationFactor::Create and holds as much, and the part
 // in float64.
 // Errors: STATISTICS_INVALID; CANCELLED.

@@ -111,8 +111,9 @@ class EncodingCall
   template <typename Step>
   void Schedule(StepKind kind, Step step) {
     const core::ThreadPool::GroupScope scope(group());
-    server::Schedule(
-        env_, kind, [self = shared_from_this(), step] { self->RunStep(step); });
+    server::Schedule(env_, kind, [self = shared_from_this(), kind, step] {
+      self->RunStep(step, kind);
+    });
   }
 
   // What a step ends with, once.
@@ -127,12 +128,14 @@ class EncodingCall
  private:
   void Begin();
   template <typename Step>
-  void RunStep(Step step) {
+  void RunStep(Step step, StepKind kind = StepKind::kLight) {
     absl::Status status = Guarded(RpcNameOf(rpc_).method, [&] {
       step();
       return absl::OkStatus();
     });
-    if (!status.ok()) End(std::move(status));
+    if (status.ok()) return;
+    if (!IsLowPriority(kind)) return End(std::move(status));
+    Schedule(StepKind::kQuantum, [this, status] { End(status); });
   }
   void TakeRequest(bool more);
   absl::Status ParseRequest();
