@@ -338,12 +338,15 @@ absl::StatusOr<SafetensorsReader> SafetensorsReader::Open(
   SafetensorsReader reader(*std::move(file));
   reader.metadata_ = std::move(handler.metadata());
   reader.tensors_.reserve(tensors.size());
+  std::vector<TensorBytes> named;
   for (HeaderTensor& tensor : tensors) {
     reader.index_.emplace(tensor.name, reader.tensors_.size());
     reader.tensors_.push_back(
         {std::move(tensor.name), tensor.dtype, std::move(tensor.shape),
          data.subspan(tensor.begin, tensor.end - tensor.begin)});
+    named.push_back({reader.tensors_.back().name, reader.tensors_.back().data});
   }
+  reader.file_.SetTensors(std::move(named));
   return reader;
 }
 

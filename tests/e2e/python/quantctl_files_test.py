@@ -1133,13 +1133,15 @@ class ChangedInputTest(FilesCase):
         self.assertEqual(result.stderr.count("FILE_CHANGED"), 1)
         self.assertIn(path, result.stderr)
         self.assertNotIn("UNREACHABLE", result.stderr)
+        return result.stderr
 
-    def test_AFileThatIsCutShortIsOneError(self):
+    def test_AFileThatIsCutShortIsOneErrorOfATensor(self):
         for spec in ("int8", "nvfp4", "int4:group:32"):
             with self.subTest(spec=spec):
-                self.changed_when("Quantize",
-                                  lambda path: os.truncate(path, 4096),
-                                  "quantize", "--no-store", "--spec", spec)
+                said = self.changed_when(
+                    "Quantize", lambda path: os.truncate(path, 4096),
+                    "quantize", "--no-store", "--spec", spec)
+                self.assertRegex(said, r': tensor "[ab]\.weight": the file')
 
     def test_AFileThatIsRewrittenInItsPlaceIsAnError(self):
         def rewrite(path):
