@@ -205,29 +205,8 @@ absl::Status CheckReference(const TensorInput& reference,
   return absl::OkStatus();
 }
 
-// The tensor of the reference and that of the file, element by element, in a
-// type that holds both exactly.
-struct Pairs {
-  ElementType element_type = ElementType::kFloat32;
-  std::vector<uint8_t> data;
-};
-
-Pairs MakePairs(const files::FileTensor& reference,
-                const files::FileTensor& tensor) {
-  const ElementType of_reference = *ElementTypeOf(reference.dtype);
-  const ElementType of_tensor = *ElementTypeOf(tensor.dtype);
-  if (of_reference == of_tensor) {
-    return {of_tensor, InterleavePairs(of_tensor, reference.data, tensor.data)};
-  }
-  const bool has_double = of_reference == ElementType::kFloat64 ||
-                          of_tensor == ElementType::kFloat64;
-  const ElementType type =
-      has_double ? ElementType::kFloat64 : ElementType::kFloat32;
-  return {
-      type,
-      InterleavePairs(
-          type, files::Widen(reference.dtype, reference.data, DtypeOf(type)),
-          files::Widen(tensor.dtype, tensor.data, DtypeOf(type)))};
+Reference ReferenceOf(const files::FileTensor& tensor) {
+  return {*ElementTypeOf(tensor.dtype), tensor.data};
 }
 
 // Says what of the reference is not compared because it is not in the file.
@@ -266,12 +245,9 @@ absl::StatusOr<v1::ErrorMetrics> EvaluateBlocks(
       {reinterpret_cast<const uint8_t*>(reals.data()),
        reals.size() * sizeof(float)}};
   const std::shared_ptr<const void> hold = tensor.Hold();
-  const Pairs pairs = MakePairs(tensor, decoded);
   EvaluateJob job;
-  job.tensor = MakeTensor(tensor, TensorName());
-  job.tensor.element_type = pairs.element_type;
-  job.tensor.data = pairs.data;
-  job.comparison = true;
+  job.tensor = MakeTensor(decoded, TensorName());
+  job.reference = ReferenceOf(tensor);
   job.with_distribution = options.with_distribution;
   const absl::StatusOr<EvaluateResult> result = client->Evaluate(job);
   if (!result.ok()) return result.status();
@@ -414,8 +390,9 @@ absl::Status EvaluateAll(
         candidate.is_stored ? std::vector<TieGroup>()
                             : GroupsThatShare(candidate.spec, ties)));
   }
-  // Of a comparison; each stays until its tensor is answered.
-  std::vector<Pairs> pairs(reference == nullptr ? 0 : tensors.size());
+  // What a comparison reads, until its tensor is answered.
+  using Holds = std::vector<std::shared_ptr<const void>>;
+  std::vector<Holds> holds(reference == nullptr ? 0 : tensors.size());
   Progress progress(total_bytes, shows_progress);
   absl::Mutex mutex;
   internal::EvaluateEngine::Work work;
@@ -439,11 +416,8 @@ absl::Status EvaluateAll(
     }
     if (reference != nullptr) {
       const files::FileTensor& other = *reference->Find(tensor.name);
-      const std::shared_ptr<const void> holds[] = {other.Hold(), tensor.Hold()};
-      pairs[i] = MakePairs(other, tensor);
-      job.comparison = true;
-      job.tensor.element_type = pairs[i].element_type;
-      job.tensor.data = pairs[i].data;
+      holds[i] = {other.Hold(), tensor.Hold()};
+      job.reference = ReferenceOf(other);
     }
     return job;
   };
@@ -454,7 +428,7 @@ absl::Status EvaluateAll(
   work.take = [&](size_t k, absl::StatusOr<EvaluateResult> result,
                   EvaluateStream*) {
     const size_t i = tasks[k];
-    if (reference != nullptr) pairs[i] = Pairs();
+    if (reference != nullptr) holds[i].clear();
     absl::Status status = check(result.status());
     (*results)[i] = std::move(result);
     absl::MutexLock lock(&mutex);

@@ -5,9 +5,12 @@
 #include <string>
 #include <utility>
 
+#include "absl/status/status.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "client/cli/session.h"
+#include "client/files/errors.h"
 #include "client/files/json.h"
 #include "client/files/safetensors.h"
 #include "nlohmann/json.hpp"
@@ -33,6 +36,22 @@ bool ParseField(const Json& record, const char* key,
 std::string MetadataOf(const files::SafetensorsReader& file, const char* key) {
   const auto found = file.metadata().find(key);
   return found == file.metadata().end() ? "" : found->second;
+}
+
+std::string ChecksumText(uint64_t checksum) {
+  return absl::StrCat(absl::Hex(checksum, absl::kZeroPad16));
+}
+
+absl::Status CheckData(const files::SafetensorsReader& file,
+                       const std::string& path) {
+  const std::string expected = MetadataOf(file, kChecksumKey);
+  const std::string got = ChecksumText(file.DataChecksum());
+  if (got == expected) return absl::OkStatus();
+  return files::FileMalformedError(
+      path, absl::StrCat("the XXH3 of its data is ", got, ", and was ",
+                         expected.empty() ? "not kept" : expected,
+                         " when it was written; delete it and run its part "
+                         "again"));
 }
 
 Json RecordOf(const Outcome& outcome) {

@@ -56,6 +56,8 @@ constexpr char kCommandKey[] = "quantctl.command";
 // What a shard was made from and how; with the same, an earlier run's is kept.
 // Not there where a tensor failed.
 constexpr char kRunKey[] = "quantctl.run";
+// XXH3 of its data, in hexadecimal; there where kRunKey is.
+constexpr char kChecksumKey[] = "quantctl.checksum";
 // What became of the tensors of a shard: an object of their names, and of
 // RecordOf.
 constexpr char kTensorsKey[] = "quantctl.tensors";
@@ -66,6 +68,13 @@ constexpr char kRoundedKey[] = "quantctl.rounded";
 
 // Empty where the file does not have it.
 std::string MetadataOf(const files::SafetensorsReader& file, const char* key);
+
+// The value of kChecksumKey.
+std::string ChecksumText(uint64_t checksum);
+// Whether a file of that path still has the data that its checksum is of, all
+// of which this reads. Errors: FILE_MALFORMED.
+absl::Status CheckData(const files::SafetensorsReader& file,
+                       const std::string& path);
 
 // What a shard tells of a quantized tensor.
 Json RecordOf(const Outcome& outcome);

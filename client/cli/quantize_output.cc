@@ -92,7 +92,8 @@ class Output {
     }
     status = CopyFailed();
     if (!status.ok()) return status;
-    SetMetadata(has_failed);
+    status = SetMetadata(has_failed);
+    if (!status.ok()) return status;
     if (!target_.part.has_value()) {
       status = folder->Clear();
       if (!status.ok()) return status;
@@ -220,6 +221,7 @@ class Output {
     if (HasRecords()) {
       metadata[kCommandKey] = shard_.command;
       metadata[kRunKey] = shard_.run;
+      metadata[kChecksumKey] = ChecksumText(0);
       metadata[kTensorsKey] = DumpText(records);
     }
     if (target_.part.has_value()) metadata[kPartKey] = PartText(*target_.part);
@@ -283,6 +285,8 @@ class Output {
       const absl::StatusOr<files::SafetensorsReader> reader =
           files::SafetensorsReader::Open(path);
       if (!reader.ok()) return reader.status();
+      const absl::Status intact = CheckData(*reader, path);
+      if (!intact.ok()) return intact;
       std::optional<ModuleRecords> modules;
       if (options_.IsCompressed()) {
         modules = ReadModules(*reader);
@@ -322,7 +326,7 @@ class Output {
     return absl::OkStatus();
   }
 
-  void SetMetadata(bool has_failed) {
+  absl::Status SetMetadata(bool has_failed) {
     for (const auto& [key, value] : shard_.input.metadata()) {
       builder_->SetMetadata(key, value);
     }
@@ -331,13 +335,17 @@ class Output {
       builder_->SetMetadata(kCommandKey, shard_.command);
       // One that failed in part is done again.
       if (!has_failed) {
+        const absl::StatusOr<uint64_t> checksum = builder_->DataChecksum();
+        if (!checksum.ok()) return checksum.status();
         builder_->SetMetadata(kRunKey, shard_.run);
+        builder_->SetMetadata(kChecksumKey, ChecksumText(*checksum));
         builder_->SetMetadata(kTensorsKey, RecordsText());
       }
     }
     if (target_.part.has_value()) {
       builder_->SetMetadata(kPartKey, PartText(*target_.part));
     }
+    return absl::OkStatus();
   }
 
   void SetModules() {

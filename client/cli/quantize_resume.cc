@@ -239,8 +239,9 @@ class Earlier {
   absl::Status CheckJoin() {
     std::vector<std::string> missing;
     for (size_t i = 0; i < plan_.shards.size(); ++i) {
-      if (plan_.shards[i]->is_kept) continue;
-      const absl::Status status = CheckPartsOf(i, &missing);
+      const absl::Status status = plan_.shards[i]->is_kept
+                                      ? CheckKept(*plan_.shards[i])
+                                      : CheckPartsOf(i, &missing);
       if (!status.ok()) return status;
     }
     if (missing.empty()) return absl::OkStatus();
@@ -279,6 +280,14 @@ class Earlier {
       if (!options_.output.force) return files::FileExistsError(path);
     }
     return absl::OkStatus();
+  }
+
+  // A part that has a shard to itself wrote it in its place.
+  static absl::Status CheckKept(const Shard& shard) {
+    const absl::StatusOr<files::SafetensorsReader> reader =
+        files::SafetensorsReader::Open(shard.output_path);
+    if (!reader.ok()) return reader.status();
+    return CheckData(*reader, shard.output_path);
   }
 
   // The same of shard number i.

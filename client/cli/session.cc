@@ -50,6 +50,9 @@ std::string StepOf(const absl::Status& status) {
       case UnreachableCause::kUntrusted:
         return "name its authority with --tls-ca FILE, and the server as its "
                "certificate does";
+      case UnreachableCause::kTlsFilesUnusable:
+        return "check that --tls-key is the key of --tls-certificate, and that "
+               "--tls-ca holds certificates";
       case UnreachableCause::kWantsCertificate:
         return "show a certificate with --tls-certificate FILE and --tls-key "
                "FILE";

@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -25,6 +27,8 @@
 #include "client/cli/tie_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
+#include "client/files/safetensors.h"
+#include "client/models/model_sweep.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tie_groups.h"
 #include "nlohmann/json.hpp"
@@ -53,24 +57,12 @@ absl::StatusOr<v1::SweepRequest> MakeRequest(const SweepOptions& options) {
   return request;
 }
 
-// What a mixture has to reach over that many elements.
-void SetTarget(const Budget& budget, uint64_t element_count,
-               v1::SweepRequest* request) {
-  const v1::MixtureTarget target = budget.TargetFor(element_count);
-  if (target.has_min_sqnr_db()) {
-    request->set_min_sqnr_db(target.min_sqnr_db());
-  } else {
-    request->set_max_size_bytes(target.max_size_bytes());
-  }
-}
-
 // Elements of all tensors of the request: codes of 16 bits take one byte more
 // for each than codes of 8, and their scales the same.
 absl::StatusOr<uint64_t> CountElements(const v1::SweepRequest& request,
                                        Client* client) {
   v1::SweepRequest sizes = request;
   sizes.clear_specs();
-  sizes.clear_mixture();
   sizes.clear_ties();
   sizes.add_specs()->set_format(v1::NUMBER_FORMAT_INT8);
   sizes.add_specs()->set_format(v1::NUMBER_FORMAT_INT16);
@@ -111,14 +103,6 @@ class Sweeper {
                             options_.name, client.get());
     if (status.ok()) status = AddTies(client.get(), &*request);
     if (!status.ok()) return FailEarly(status, &session_);
-    if (options_.budget.has_value()) {
-      absl::StatusOr<uint64_t> count = uint64_t{0};
-      if (options_.budget->kind == Budget::Kind::kMaxBitsPerElement) {
-        count = CountElements(*request, client.get());
-      }
-      if (!count.ok()) return session_.Fail(count.status());
-      SetTarget(*options_.budget, *count, &*request);
-    }
     AddColumns();
     {
       Progress progress(Progress::Unit::kTensors, !session_.quiet);
@@ -133,18 +117,20 @@ class Sweeper {
         return true;
       });
     }
+    if (status.ok() && options_.budget.has_value()) {
+      status = Choose(*request, client.get());
+    }
     if (!status.ok()) return session_.Fail(status);
     if (!errors_.empty()) session_.Note(kServerError);
     const std::string reason =
         options_.budget.has_value()
-            ? ReasonForNoMixture(summary_.mixture(), tensors_.size())
+            ? ReasonForNoMixture(mixture_, tensors_.size())
             : "";
     if (!reason.empty()) session_.Note(kServerError);
     const bool writes = !options_.file.output.path.empty() && reason.empty();
     if (writes) {
-      status =
-          specs_.WriteMixture(summary_.mixture(), options_.file.output.path,
-                              options_.file.output.if_exists());
+      status = specs_.WriteMixture(mixture_, options_.file.output.path,
+                                   options_.file.output.if_exists());
       if (!status.ok()) return session_.Fail(status);
     }
     Report(writes);
@@ -174,6 +160,59 @@ class Sweeper {
     return absl::OkStatus();
   }
 
+  // Chooses the mixture here, not in the sweep: what runtimes fuse gets one
+  // spec, whether it shares a scale or not.
+  absl::Status Choose(const v1::SweepRequest& request, Client* client) {
+    Budget budget = *options_.budget;
+    if (budget.kind == Budget::Kind::kMaxBitsPerElement) {
+      const absl::StatusOr<uint64_t> count = CountElements(request, client);
+      if (!count.ok()) return count.status();
+      budget = {Budget::Kind::kMaxBytes,
+                static_cast<double>(budget.TargetFor(*count).max_size_bytes())};
+    }
+    const absl::StatusOr<TieOptions> options = options_.file.ties.Parse();
+    if (!options.ok()) return options.status();
+    std::vector<const files::FileTensor*> tensors;
+    for (const MeasuredTensor& predicted : predicted_) {
+      tensors.push_back(predicted.tensor);
+    }
+    const absl::StatusOr<std::vector<TieGroup>> groups =
+        FindTiedTensors(*options, tensors);
+    if (!groups.ok()) return groups.status();
+    const absl::StatusOr<std::vector<v1::SweepMixture>> mixtures =
+        ChooseMixtures(predicted_, {budget}, specs_.texts().size(), *groups,
+                       client);
+    if (!mixtures.ok()) return mixtures.status();
+    mixture_ = mixtures->front();
+    return absl::OkStatus();
+  }
+
+  // What a mixture is chosen by.
+  void AddPredicted(const v1::SweepResponse& response) {
+    files::FileTensor& tensor = names_.emplace_back();
+    tensor.name = response.name().tensor();
+    // Of a matrix, as what runtimes fuse is; statistics tell no shape.
+    tensor.shape = {1, 1};
+    MeasuredTensor& predicted = predicted_.emplace_back();
+    predicted.tensor = &tensor;
+    predicted.candidates.resize(specs_.texts().size());
+    for (MeasuredCandidate& candidate : predicted.candidates) {
+      candidate.status = absl::UnknownError("not predicted");
+    }
+    for (const v1::SweepCandidate& answer : response.candidates()) {
+      if (answer.has_error() ||
+          answer.spec_index() >= predicted.candidates.size()) {
+        continue;
+      }
+      MeasuredCandidate& candidate = predicted.candidates[answer.spec_index()];
+      const double sqnr_db = answer.prediction().sqnr_db();
+      candidate.status = absl::OkStatus();
+      candidate.metrics.set_sqnr_db(sqnr_db);
+      candidate.size_bytes = answer.size_bytes();
+      candidate.noise_to_signal = std::pow(10, -sqnr_db / 10);
+    }
+  }
+
   void AddColumns() {
     table_.AddColumn("TENSOR, SPEC", Table::Align::kLeft);
     table_.AddColumn("SQNR DB", Table::Align::kRight);
@@ -182,6 +221,7 @@ class Sweeper {
   }
 
   void AddTensor(const v1::SweepResponse& response) {
+    AddPredicted(response);
     const std::string& name = response.name().tensor();
     Json tensor = {{"name", name}};
     if (response.has_error()) {
@@ -224,8 +264,8 @@ class Sweeper {
                    {"ties", TiesJson(ties_)},
                    {"tensors", tensors_},
                    {"totals", specs_.TotalsJson(totals)}};
-      if (summary_.has_mixture()) {
-        json["mixture"] = specs_.MixtureJson(summary_.mixture(), is_written);
+      if (options_.budget.has_value()) {
+        json["mixture"] = specs_.MixtureJson(mixture_, is_written);
       }
       return session_.PrintJson(json);
     }
@@ -233,11 +273,10 @@ class Sweeper {
     if (!totals.empty()) {
       session_.Print(absl::StrCat("\n", specs_.TotalsText(totals)));
     }
-    if (summary_.has_mixture()) {
+    if (options_.budget.has_value()) {
       session_.Print(absl::StrCat(
-          "\n",
-          specs_.MixtureText(summary_.mixture(),
-                             is_written ? options_.file.output.path : "")));
+          "\n", specs_.MixtureText(
+                    mixture_, is_written ? options_.file.output.path : "")));
     }
     PrintTies(ties_, session_);
     PrintTensorErrors(errors_, &session_);
@@ -252,6 +291,11 @@ class Sweeper {
   // Of tensors, and of one spec of a tensor.
   std::vector<TensorError> errors_;
   v1::SweepSummary summary_;
+  // Neither moves.
+  std::deque<files::FileTensor> names_;
+  std::vector<MeasuredTensor> predicted_;
+  // Where a budget was given.
+  v1::SweepMixture mixture_;
 };
 
 }  // namespace

@@ -137,10 +137,21 @@ bool PayloadReferences::AwaitNone(absl::Duration timeout) {
       timeout);
 }
 
-grpc::ByteBuffer EncodeRequest(
-    absl::string_view header, absl::Span<const std::string> scales,
-    uint64_t offset_bytes, absl::Span<const uint8_t> data,
-    const std::shared_ptr<PayloadReferences>& references) {
+grpc::Slice SliceOf(absl::Span<const uint8_t> data,
+                    const std::shared_ptr<PayloadReferences>& references) {
+  if (data.size() < kCopyBelowBytes) {
+    return grpc::Slice(data.data(), data.size());
+  }
+  references->Add();
+  // gRPC only reads it; its interface has no const.
+  return grpc::Slice(const_cast<uint8_t*>(data.data()), data.size(),
+                     &DropReference,
+                     new std::shared_ptr<PayloadReferences>(references));
+}
+
+grpc::ByteBuffer EncodeRequest(absl::string_view header,
+                               absl::Span<const std::string> scales,
+                               uint64_t offset_bytes, const grpc::Slice& data) {
   std::string front;
   const bool copy = data.size() < kCopyBelowBytes;
   front.reserve(header.size() + 32 + (copy ? data.size() : 0));
@@ -156,23 +167,16 @@ grpc::ByteBuffer EncodeRequest(
     AppendTag(kOffsetField, kVarintType, &front);
     AppendVarint(offset_bytes, &front);
   }
-  if (!data.empty()) {
+  if (data.size() > 0) {
     AppendTag(kDataField, kBytesType, &front);
     AppendVarint(data.size(), &front);
   }
   if (copy) {
-    front.append(reinterpret_cast<const char*>(data.data()), data.size());
+    front.append(reinterpret_cast<const char*>(data.begin()), data.size());
     const grpc::Slice slice(front.data(), front.size());
     return grpc::ByteBuffer(&slice, 1);
   }
-  references->Add();
-  const grpc::Slice slices[] = {
-      grpc::Slice(front.data(), front.size()),
-      // gRPC only reads it; its interface has no const.
-      grpc::Slice(const_cast<uint8_t*>(data.data()), data.size(),
-                  &DropReference,
-                  new std::shared_ptr<PayloadReferences>(references)),
-  };
+  const grpc::Slice slices[] = {grpc::Slice(front.data(), front.size()), data};
   return grpc::ByteBuffer(slices, 2);
 }
 

@@ -41,14 +41,16 @@ class PayloadReferences {
   int count_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
+// A piece of the caller's memory. A large one is referenced, not copied, and
+// counted in `references` until gRPC lets go of it.
+grpc::Slice SliceOf(absl::Span<const uint8_t> data,
+                    const std::shared_ptr<PayloadReferences>& references);
+
 // A request message. `header` is the serialized header message, empty for a
-// message without one; each of `scales` is what one field of scales has. Large
-// `data` is referenced, not copied, and counted in `references` until gRPC lets
-// go of it.
-grpc::ByteBuffer EncodeRequest(
-    absl::string_view header, absl::Span<const std::string> scales,
-    uint64_t offset_bytes, absl::Span<const uint8_t> data,
-    const std::shared_ptr<PayloadReferences>& references);
+// message without one; each of `scales` is what one field of scales has.
+grpc::ByteBuffer EncodeRequest(absl::string_view header,
+                               absl::Span<const std::string> scales,
+                               uint64_t offset_bytes, const grpc::Slice& data);
 
 // A request message for a whole tensor, whose data are where `shared`, a
 // serialized quantd.v1.SharedSpan, says.

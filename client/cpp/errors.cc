@@ -55,6 +55,11 @@ std::string UnreachableText(absl::string_view target, UnreachableCause cause,
           "the certificate of ", target,
           " is of no authority that this client knows, or for another name (",
           last, ")");
+    case UnreachableCause::kTlsFilesUnusable:
+      return absl::StrCat(
+          "the TLS handshake with ", target,
+          " cannot begin: the key is not that of the certificate, or a PEM "
+          "file holds something else than its option says");
   }
   return absl::StrCat("no answer from ", target, ": ", detail);
 }

@@ -44,6 +44,8 @@ enum class UnreachableCause {
   kNoTls,
   // Its certificate is of an unknown authority, or for other names.
   kUntrusted,
+  // TLS cannot begin with the files that this client was given.
+  kTlsFilesUnusable,
 };
 
 // No connection to the server, or it broke. UNAVAILABLE / SERVER_UNREACHABLE.

@@ -26,9 +26,9 @@ Exchange::Exchange() : hash_(XXH3_createState()) {
 }
 
 uint64_t Exchange::PartEnd(uint64_t begin_bytes) const {
-  if (!HasParts()) return payload_.size();
+  if (!HasParts()) return payload_bytes_;
   return begin_bytes +
-         std::min<uint64_t>(part_bytes_, payload_.size() - begin_bytes);
+         std::min<uint64_t>(part_bytes_, payload_bytes_ - begin_bytes);
 }
 
 absl::StatusOr<bool> Exchange::Accept(const Response& response) {
@@ -73,7 +73,7 @@ absl::StatusOr<bool> Exchange::Accept(const Response& response) {
   answered_bytes_ = PartEnd(answered_bytes_);
   if (HasParts()) XXH3_copyState(answered_hash_.get(), joined_hash_.get());
   BeginPart();
-  return answered_bytes_ == payload_.size();
+  return answered_bytes_ == payload_bytes_;
 }
 
 absl::Status Exchange::AcceptData(const Response& response) {
@@ -118,6 +118,7 @@ absl::Status Exchange::AcceptData(const Response& response) {
 void Exchange::SetPayload(absl::Span<const uint8_t> payload,
                           const SharedBuffers* shared_buffers) {
   payload_ = payload;
+  payload_bytes_ = payload.size();
   if (shared_buffers == nullptr) return;
   const std::optional<v1::SharedSpan> span = shared_buffers->Name(payload);
   if (span.has_value()) shared_payload_ = span->SerializeAsString();

@@ -16,6 +16,7 @@
 #include "client/cpp/retry_policy.h"
 #include "client/cpp/shared_buffers.h"
 #include "client/cpp/tensor_stream.h"
+#include "grpcpp/support/slice.h"
 #include "xxhash.h"
 
 namespace quantd::internal {
@@ -49,12 +50,17 @@ class Exchange {
   virtual std::string PartHeader(uint64_t begin_bytes) const {
     return request_header_;
   }
-  // Payload, and the offset of its first byte in the whole tensor.
-  absl::Span<const uint8_t> payload() const { return payload_; }
+  // Size of the payload, the offset of its first byte in the whole tensor, and
+  // its bytes from `begin_bytes` on. The last belongs to the writing side.
+  uint64_t payload_bytes() const { return payload_bytes_; }
+  uint64_t payload_offset_bytes() const { return payload_offset_bytes_; }
+  virtual grpc::Slice PayloadSlice(uint64_t begin_bytes,
+                                   uint64_t size_bytes) const {
+    return SliceOf(payload_.subspan(begin_bytes, size_bytes), references_);
+  }
   // The serialized quantd.v1.SharedSpan that goes up in place of the payload;
   // empty for none.
   const std::string& shared_payload() const { return shared_payload_; }
-  uint64_t payload_offset_bytes() const { return payload_offset_bytes_; }
   // The scales that go up no later than the bytes before `end_bytes` of the
   // payload: adds what goes into one message to `pieces`, each one field of it.
   // False when there are more, which go before those bytes. Belongs to the
@@ -103,13 +109,13 @@ class Exchange {
   // Null for `shared_buffers`: not by name.
   void SetPayload(absl::Span<const uint8_t> payload,
                   const SharedBuffers* shared_buffers);
+  // One that PayloadSlice makes.
+  void SetPayloadBytes(uint64_t size_bytes) { payload_bytes_ = size_bytes; }
   // Sends it in parts of that size. Requires: a multiple of 64, once at birth
   // and then in OnResume.
   void SetPartBytes(uint64_t part_bytes);
   bool HasParts() const { return part_bytes_ > 0; }
-  bool IsLastPart() const {
-    return PartEnd(answered_bytes_) == payload_.size();
-  }
+  bool IsLastPart() const { return PartEnd(answered_bytes_) == payload_bytes_; }
   // XXH3 of the answer's payload up to here, over all parts.
   // Requires: HasParts().
   uint64_t JoinedChecksum() const;
@@ -137,7 +143,6 @@ class Exchange {
 
   std::string request_header_;
   std::string order_key_;
-  absl::Span<const uint8_t> payload_;
   uint64_t payload_offset_bytes_ = 0;
   // Of the part that is being answered.
   Output output_;
@@ -149,6 +154,8 @@ class Exchange {
   // Makes ready for the header of the part at answered_bytes_.
   void BeginPart();
 
+  absl::Span<const uint8_t> payload_;
+  uint64_t payload_bytes_ = 0;
   std::string shared_payload_;
 
   const std::shared_ptr<PayloadReferences> references_ =

@@ -52,6 +52,12 @@ bool SpeaksTls(const std::string& target) {
 absl::Status StatusOf(const grpc::Status& status, const ClientOptions& options,
                       absl::Duration timeout) {
   absl::Status result = FromGrpcStatus(status, options.target, timeout);
+  // gRPC makes no connection of such credentials, and has none to tell of.
+  if (options.tls.has_value() && IsServerUnreachable(result) &&
+      absl::StrContains(status.error_message(), "empty address list")) {
+    return ServerUnreachableError(options.target, status.error_message(),
+                                  UnreachableCause::kTlsFilesUnusable);
+  }
   if (UnreachableCauseOf(result) != UnreachableCause::kClosed) return result;
   if (options.tls.has_value()) {
     return ServerUnreachableError(options.target, result.message(),

@@ -23,6 +23,7 @@ bool IsLasting(UnreachableCause cause) {
     case UnreachableCause::kWantsTls:
     case UnreachableCause::kNoTls:
     case UnreachableCause::kUntrusted:
+    case UnreachableCause::kTlsFilesUnusable:
       return true;
     default:
       return false;

@@ -16,7 +16,6 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "absl/types/span.h"
 #include "client/cpp/errors.h"
 #include "grpcpp/generic/generic_stub.h"
 
@@ -93,7 +92,7 @@ bool StreamCall::IsLoneSmall(uint64_t number) const {
   if (answered_count_ != number || enqueued_count_ != number + 1) return false;
   const Exchange* const exchange =
       unanswered_.empty() ? unsent_.front() : unanswered_.front().exchange;
-  return exchange->payload().size() < kPollBelowBytes;
+  return exchange->payload_bytes() < kPollBelowBytes;
 }
 
 StreamCall::Outcome StreamCall::Await(uint64_t number, absl::Duration timeout,
@@ -205,7 +204,7 @@ StreamCall::Step StreamCall::NextStep() {
   if (!broken_ && !writes_done_) {
     if (!unsent_.empty()) {
       Exchange* const exchange = unsent_.front();
-      const absl::Span<const uint8_t> payload = exchange->payload();
+      const uint64_t payload_bytes = exchange->payload_bytes();
       std::string header;
       if (!header_sent_) {
         if (!begun_) {
@@ -215,10 +214,10 @@ StreamCall::Step StreamCall::NextStep() {
         begun_ = true;
         header = exchange->PartHeader(sent_bytes_);
         part_end_bytes_ = exchange->PartEnd(sent_bytes_);
-        unanswered_.push_back({exchange, part_end_bytes_ == payload.size(),
+        unanswered_.push_back({exchange, part_end_bytes_ == payload_bytes,
                                /*is_void=*/false});
       }
-      uint64_t size = payload.size();
+      uint64_t size = payload_bytes;
       if (exchange->shared_payload().empty()) {
         size = std::min<uint64_t>(part_end_bytes_ - sent_bytes_,
                                   static_cast<uint64_t>(chunk_bytes_));
@@ -226,7 +225,7 @@ StreamCall::Step StreamCall::NextStep() {
         if (!exchange->NextScales(sent_bytes_ + size, &scales)) size = 0;
         write_buffer_ = EncodeRequest(
             header, scales, exchange->payload_offset_bytes() + sent_bytes_,
-            payload.subspan(sent_bytes_, size), exchange->references());
+            exchange->PayloadSlice(sent_bytes_, size));
       } else {
         write_buffer_ =
             EncodeSharedRequest(header, exchange->payload_offset_bytes(),
@@ -235,7 +234,7 @@ StreamCall::Step StreamCall::NextStep() {
       sent_bytes_ += size;
       header_sent_ = sent_bytes_ != part_end_bytes_;
       if (!header_sent_ &&
-          (stops_after_part_ || sent_bytes_ == payload.size())) {
+          (stops_after_part_ || sent_bytes_ == payload_bytes)) {
         PopUnsent();
       }
       writing_ = true;

@@ -2,7 +2,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <string>
 #include <vector>
@@ -195,18 +194,6 @@ v1::ScaleType ScaleTypeOf(const Encoding& encoding) {
     return v1::SCALE_TYPE_FLOAT32;
   }
   return format->scale_type;
-}
-
-std::vector<uint8_t> InterleavePairs(ElementType type,
-                                     absl::Span<const uint8_t> reference,
-                                     absl::Span<const uint8_t> test) {
-  const size_t size = static_cast<size_t>(ElementSizeBytes(type));
-  std::vector<uint8_t> pairs(2 * reference.size());
-  for (size_t at = 0; at < reference.size(); at += size) {
-    std::memcpy(&pairs[2 * at], &reference[at], size);
-    std::memcpy(&pairs[2 * at + size], &test[at], size);
-  }
-  return pairs;
 }
 
 std::string FormatName(v1::NumberFormat format) {

@@ -50,12 +50,6 @@ struct Tensor {
   absl::Span<const uint8_t> data;
 };
 
-// Elements of `reference` and `test` by turns: the data of a comparison.
-// Requires: equal sizes, a multiple of the element's.
-std::vector<uint8_t> InterleavePairs(ElementType type,
-                                     absl::Span<const uint8_t> reference,
-                                     absl::Span<const uint8_t> test);
-
 // Number of elements of a shape: the product of its dimensions.
 // Errors: ARGUMENT_INVALID for a negative dimension or a product over 2^56.
 absl::StatusOr<int64_t> ElementCount(absl::Span<const int64_t> shape);

@@ -15,6 +15,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "client/cpp/answer_check.h"
+#include "client/cpp/element_pairs.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/exchange.h"
 #include "client/cpp/retrying_stream.h"
@@ -23,6 +24,7 @@
 #include "client/cpp/shared_buffers.h"
 #include "client/cpp/tensor.h"
 #include "client/cpp/utf8.h"
+#include "grpcpp/support/slice.h"
 
 namespace quantd {
 namespace {
@@ -72,18 +74,16 @@ absl::Status CheckDataSize(const Tensor& tensor,
   return absl::OkStatus();
 }
 
-// Checks a tensor of reals, or several of one shape whose data come together.
+// Checks a tensor of reals.
 absl::Status CheckReals(const Tensor& tensor,
-                        const std::optional<ByteRange>& range,
-                        int64_t tensor_count = 1) {
+                        const std::optional<ByteRange>& range) {
   const absl::Status name_status = CheckUtf8(tensor.name);
   if (!name_status.ok()) return name_status;
   const absl::StatusOr<int64_t> count = ElementCount(tensor.shape);
   if (!count.ok()) return count.status();
   return CheckDataSize(
       tensor, range,
-      static_cast<uint64_t>(tensor_count * *count *
-                            ElementSizeBytes(tensor.element_type)));
+      static_cast<uint64_t>(*count * ElementSizeBytes(tensor.element_type)));
 }
 
 // Fills the alternative of a header's or candidate's oneof.
@@ -211,7 +211,7 @@ class OutputExchange : public Exchange {
     may_split = may_split && !scale_feed_.has_value() &&
                 !job.range.has_value() && !shares_output_ &&
                 shared_payload().empty();
-    if (may_split && payload_.size() > static_cast<uint64_t>(part_bytes)) {
+    if (may_split && payload_bytes() > static_cast<uint64_t>(part_bytes)) {
       part_bytes_wanted_ = part_bytes;
       first_part_.set_omit_encoding(job.omit_encoding);
       MoveStore(header, &first_part_);
@@ -585,14 +585,21 @@ class EvaluateExchange final : public SummaryExchange<EvaluateResult> {
  public:
   EvaluateExchange(const EvaluateJob& job, const SharedBuffers& shared_buffers)
       : SummaryExchange(job.tensor.name) {
-    const absl::Status status =
-        CheckReals(job.tensor, std::nullopt, job.comparison ? 2 : 1);
+    absl::Status status = CheckReals(job.tensor, std::nullopt);
+    Tensor described = job.tensor;
+    if (status.ok() && job.reference.has_value()) {
+      described.element_type = job.reference->element_type;
+      described.data = job.reference->data;
+      status = CheckReals(described, std::nullopt);
+      described.element_type = internal::PairType(job.reference->element_type,
+                                                  job.tensor.element_type);
+    }
     if (!status.ok()) {
       Fail(status);
       return;
     }
     v1::EvaluateHeader header;
-    DescribeTensor(job.tensor, header.mutable_tensor());
+    DescribeTensor(described, header.mutable_tensor());
     for (const EvaluateCandidate& candidate : job.candidates) {
       v1::EvaluateCandidate* const added = header.add_candidates();
       SetSource(candidate.source, added);
@@ -617,14 +624,38 @@ class EvaluateExchange final : public SummaryExchange<EvaluateResult> {
     }
     header.set_per_scale_index(job.per_scale_index);
     header.set_with_distribution(job.with_distribution);
-    header.set_comparison(job.comparison);
+    header.set_comparison(job.reference.has_value());
     if (job.inputs.has_value()) *header.mutable_inputs() = *job.inputs;
     header.set_omit_encodings(job.omit_encodings);
     header.mutable_metrics()->Add(job.metrics.begin(), job.metrics.end());
     omits_encodings_ = job.omit_encodings;
     request_header_ = header.SerializeAsString();
-    SetPayload(job.tensor.data,
-               scale_feeds_.empty() ? &shared_buffers : nullptr);
+    if (!job.reference.has_value()) {
+      SetPayload(job.tensor.data,
+                 scale_feeds_.empty() ? &shared_buffers : nullptr);
+      return;
+    }
+    pair_bytes_ =
+        2 * static_cast<uint64_t>(ElementSizeBytes(described.element_type));
+    reference_ = *job.reference;
+    test_ = {job.tensor.element_type, job.tensor.data};
+    SetPayloadBytes(pair_bytes_ *
+                    (test_.data.size() / static_cast<uint64_t>(ElementSizeBytes(
+                                             test_.element_type))));
+  }
+
+  // Pairs are made as they go up, so that they never are in memory all at once.
+  grpc::Slice PayloadSlice(uint64_t begin_bytes,
+                           uint64_t size_bytes) const override {
+    if (pair_bytes_ == 0) {
+      return Exchange::PayloadSlice(begin_bytes, size_bytes);
+    }
+    // Chunks are whole pairs.
+    grpc::Slice slice(size_bytes);
+    internal::WritePairs(reference_, test_, begin_bytes / pair_bytes_,
+                         size_bytes / pair_bytes_,
+                         {const_cast<uint8_t*>(slice.begin()), slice.size()});
+    return slice;
   }
 
   bool NextScales(uint64_t end_bytes,
@@ -681,6 +712,10 @@ class EvaluateExchange final : public SummaryExchange<EvaluateResult> {
   bool omits_encodings_ = false;
   // Those whose scales go up beside the elements.
   std::vector<std::pair<uint32_t, ScaleFeed>> scale_feeds_;
+  // Of a comparison; 0 for none.
+  uint64_t pair_bytes_ = 0;
+  Reference reference_;
+  Reference test_;
 };
 
 std::unique_ptr<QuantizeExchange> MakeExchange(

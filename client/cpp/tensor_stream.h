@@ -136,6 +136,14 @@ struct EvaluateCandidate {
   std::optional<Scales> scales = std::nullopt;
 };
 
+// What a tensor is compared with: elements of its shape, which are taken to be
+// exact.
+struct Reference {
+  ElementType element_type = ElementType::kFloat32;
+  // As in Tensor.
+  absl::Span<const uint8_t> data;
+};
+
 struct EvaluateJob {
   Tensor tensor;
   std::vector<EvaluateCandidate> candidates;
@@ -146,9 +154,9 @@ struct EvaluateJob {
   // Leave the encodings of specs out of the result. A spec whose scales depend
   // on their own block alone is then measured while the tensor arrives.
   bool omit_encodings = false;
-  // Compare two tensors of the shape instead: the data are InterleavePairs of
-  // them, and there are no candidates.
-  bool comparison = false;
+  // Compare the tensor with this instead; there are no candidates. Where the
+  // types differ, both go up in one that holds them exactly.
+  std::optional<Reference> reference;
   // The fields of v1::ErrorMetrics to answer, besides the counts; the others
   // are then 0. Empty: all.
   std::vector<v1::ErrorMetric> metrics;

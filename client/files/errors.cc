@@ -44,9 +44,14 @@ absl::Status FileIncompleteError(absl::string_view path,
       absl::StrCat("FILE_INCOMPLETE: ", path, ": ", what));
 }
 
-absl::Status FileChangedError(absl::string_view path) {
+absl::Status FileChangedError(absl::string_view path,
+                              absl::string_view tensor) {
+  const std::string of_tensor =
+      tensor.empty()
+          ? ""
+          : absl::StrCat(": tensor ", QuotedName(tensor), ": the file");
   return absl::AbortedError(
-      absl::StrCat("FILE_CHANGED: ", path,
+      absl::StrCat("FILE_CHANGED: ", path, of_tensor,
                    " was changed while it was read; nothing that was made of "
                    "it is kept"));
 }

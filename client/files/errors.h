@@ -36,8 +36,9 @@ absl::Status FileUnsupportedError(absl::string_view path,
 absl::Status FileIncompleteError(absl::string_view path,
                                  absl::string_view what);
 
-// The file was changed while it was read. ABORTED / FILE_CHANGED.
-absl::Status FileChangedError(absl::string_view path);
+// The file was changed while it was read. `tensor` is one that it does not have
+// any more as it was; it may be empty. ABORTED / FILE_CHANGED.
+absl::Status FileChangedError(absl::string_view path, absl::string_view tensor);
 
 // A name from a file for an error's text: in quotes, escaped so that no file
 // can write to the terminal, and cut after about 200 bytes, between two

@@ -325,6 +325,11 @@ absl::StatusOr<GgufReader> GgufReader::Open(const std::string& path) {
   const absl::Status status = parser.Parse(&reader.pairs_, &reader.tensors_);
   if (!status.ok()) return status;
   reader.alignment_ = parser.alignment();
+  std::vector<TensorBytes> named;
+  for (const GgufTensor& tensor : reader.tensors_) {
+    named.push_back({tensor.name, tensor.data});
+  }
+  reader.file_.SetTensors(std::move(named));
   return reader;
 }
 

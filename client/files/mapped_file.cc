@@ -6,13 +6,16 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/base/attributes.h"
 #include "absl/base/const_init.h"
@@ -28,11 +31,22 @@ namespace quantd::files {
 // A place for what is mapped; it is never freed, because a signal handler reads
 // all of them.
 struct Mapping {
+  // Of a tensor of the file.
+  struct Region {
+    std::string name;
+    // As an error has it.
+    std::string quoted_name;
+    const uint8_t* begin;
+    const uint8_t* end;
+  };
+
   // Null while the place is free. Set last.
   std::atomic<const uint8_t*> data{nullptr};
   std::atomic<size_t> size{0};
   std::string path;
   struct stat status = {};
+  // In the order of the file, or null.
+  std::atomic<const std::vector<Region>*> regions{nullptr};
   Mapping* next = nullptr;
 };
 
@@ -40,24 +54,41 @@ namespace {
 
 ABSL_CONST_INIT absl::Mutex g_mutex(absl::kConstInit);
 std::atomic<Mapping*> g_mappings{nullptr};
-// The path of the first that had changed when it was let go of.
-std::string* g_changed ABSL_GUARDED_BY(g_mutex) = nullptr;
+// Of the first that had changed when it was let go of.
+absl::Status* g_changed ABSL_GUARDED_BY(g_mutex) = nullptr;
 
 const char* g_program = nullptr;
 int g_exit_code = 1;
 std::atomic_flag g_is_ending = ATOMIC_FLAG_INIT;
 
-bool HasChanged(const Mapping& mapping) {
+// The first tensor that has bytes from there on; null if none is known.
+const Mapping::Region* RegionFrom(const Mapping& mapping, const uint8_t* at) {
+  const std::vector<Mapping::Region>* const regions = mapping.regions.load();
+  if (regions == nullptr) return nullptr;
+  for (const Mapping::Region& region : *regions) {
+    if (region.end > at) return &region;
+  }
+  return nullptr;
+}
+
+// Errors: FILE_CHANGED.
+absl::Status CheckMapping(const Mapping& mapping) {
   struct stat now;
   // Whoever is not there any more has not changed either.
   if (stat(mapping.path.c_str(), &now) != 0 ||
       now.st_dev != mapping.status.st_dev ||
-      now.st_ino != mapping.status.st_ino) {
-    return false;
+      now.st_ino != mapping.status.st_ino ||
+      (now.st_size == mapping.status.st_size &&
+       now.st_mtim.tv_sec == mapping.status.st_mtim.tv_sec &&
+       now.st_mtim.tv_nsec == mapping.status.st_mtim.tv_nsec)) {
+    return absl::OkStatus();
   }
-  return now.st_size != mapping.status.st_size ||
-         now.st_mtim.tv_sec != mapping.status.st_mtim.tv_sec ||
-         now.st_mtim.tv_nsec != mapping.status.st_mtim.tv_nsec;
+  // Of what was rewritten nobody knows which tensor it was.
+  const Mapping::Region* const cut =
+      now.st_size < mapping.status.st_size
+          ? RegionFrom(mapping, mapping.data.load() + now.st_size)
+          : nullptr;
+  return FileChangedError(mapping.path, cut == nullptr ? "" : cut->name);
 }
 
 Mapping* Register(const std::string& path, const struct stat& status,
@@ -104,6 +135,12 @@ void ExplainBusError(int signal_number, siginfo_t* info, void* /*context*/) {
     Write(g_program);
     Write(": FILE_CHANGED: ");
     Write(mapping->path.c_str());
+    const Mapping::Region* const region = RegionFrom(*mapping, at);
+    if (region != nullptr && at >= region->begin) {
+      Write(": tensor ");
+      Write(region->quoted_name.c_str());
+      Write(": the file");
+    }
     Write(" was cut short while it was read\n");
     _exit(g_exit_code);
   }
@@ -157,22 +194,41 @@ MappedFile::~MappedFile() {
   {
     absl::MutexLock lock(&g_mutex);
     // A process that goes on may map other files.
-    if (g_program != nullptr && g_changed == nullptr && HasChanged(*mapping_)) {
-      g_changed = new std::string(mapping_->path);
+    if (g_program != nullptr && g_changed == nullptr) {
+      absl::Status unchanged = CheckMapping(*mapping_);
+      if (!unchanged.ok()) g_changed = new absl::Status(std::move(unchanged));
     }
+    delete mapping_->regions.exchange(nullptr);
     mapping_->data.store(nullptr);
   }
   munmap(const_cast<uint8_t*>(data_), size_);
 }
 
+void MappedFile::SetTensors(std::vector<TensorBytes> tensors) {
+  if (mapping_ == nullptr) return;
+  auto regions = std::make_unique<std::vector<Mapping::Region>>();
+  for (TensorBytes& tensor : tensors) {
+    const uint8_t* const begin = tensor.bytes.data();
+    const uint8_t* const end = begin + tensor.bytes.size();
+    if (begin == end || begin < data_ || end > data_ + size_) continue;
+    std::string quoted_name = QuotedName(tensor.name);
+    regions->push_back(
+        {std::move(tensor.name), std::move(quoted_name), begin, end});
+  }
+  std::sort(regions->begin(), regions->end(),
+            [](const auto& a, const auto& b) { return a.begin < b.begin; });
+  absl::MutexLock lock(&g_mutex);
+  mapping_->regions.store(regions.release());
+}
+
 absl::Status CheckMappedFiles() {
   absl::MutexLock lock(&g_mutex);
-  if (g_changed != nullptr) return FileChangedError(*g_changed);
+  if (g_changed != nullptr) return *g_changed;
   for (const Mapping* mapping = g_mappings.load(); mapping != nullptr;
        mapping = mapping->next) {
-    if (mapping->data.load() != nullptr && HasChanged(*mapping)) {
-      return FileChangedError(mapping->path);
-    }
+    if (mapping->data.load() == nullptr) continue;
+    absl::Status unchanged = CheckMapping(*mapping);
+    if (!unchanged.ok()) return unchanged;
   }
   return absl::OkStatus();
 }

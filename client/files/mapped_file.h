@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -14,6 +15,12 @@
 namespace quantd::files {
 
 struct Mapping;
+
+// Where a tensor lies in a mapped file.
+struct TensorBytes {
+  std::string name;
+  absl::Span<const uint8_t> bytes;
+};
 
 // Immutable, thread-safe. The file must not be cut short while it is mapped:
 // the system then ends the process at the first read behind its end, by SIGBUS;
@@ -28,6 +35,10 @@ class MappedFile {
   ~MappedFile();
 
   absl::Span<const uint8_t> bytes() const { return {data_, size_}; }
+
+  // Lets errors name the tensor that was cut off; bytes that are not of the
+  // file are left out. To be called once, before other threads read.
+  void SetTensors(std::vector<TensorBytes> tensors);
 
  private:
   MappedFile(const uint8_t* data, size_t size, Mapping* mapping)

@@ -304,6 +304,13 @@ class OnnxTensors::Parser {
       break;
     }
     FindCastCodes();
+    for (MappedFile& opened : tensors_.files_) {
+      std::vector<TensorBytes> named;
+      for (const FileTensor& tensor : tensors_.tensors_) {
+        named.push_back({tensor.name, tensor.data});
+      }
+      opened.SetTensors(std::move(named));
+    }
     return absl::OkStatus();
   }
 

@@ -68,6 +68,8 @@ class SafetensorsReader {
   const std::map<std::string, std::string>& metadata() const {
     return metadata_;
   }
+  // XXH3 of the data, all of which this reads.
+  uint64_t DataChecksum() const;
 
  private:
   explicit SafetensorsReader(MappedFile file) : file_(std::move(file)) {}

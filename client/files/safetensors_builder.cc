@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -20,9 +21,15 @@
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
 #include "client/files/safetensors_header.h"
+#include "xxhash.h"
 
 namespace quantd::files {
-namespace {}  // namespace
+namespace {
+
+// Read back at once.
+constexpr size_t kReadBytes = size_t{1} << 20;
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<SafetensorsBuilder>> SafetensorsBuilder::Create(
     const std::string& path, IfExists if_exists) {
@@ -181,6 +188,29 @@ std::vector<size_t> SafetensorsBuilder::Order() const {
                             : entries_[a].order < entries_[b].order;
   });
   return indices;
+}
+
+absl::StatusOr<uint64_t> SafetensorsBuilder::DataChecksum() const {
+  absl::MutexLock lock(&mutex_);
+  XXH3_state_t* const hash = XXH3_createState();
+  const absl::Cleanup free_hash = [hash] { XXH3_freeState(hash); };
+  XXH3_64bits_reset(hash);
+  std::vector<uint8_t> piece(kReadBytes);
+  for (const size_t index : Order()) {
+    const Entry& entry = entries_[index];
+    for (uint64_t at = 0; at < entry.size_bytes;) {
+      const size_t wanted =
+          std::min<uint64_t>(piece.size(), entry.size_bytes - at);
+      const ssize_t count = pread(fd_, piece.data(), wanted,
+                                  static_cast<off_t>(entry.place_bytes + at));
+      if (count < 0 && errno == EINTR) continue;
+      if (count <= 0)
+        return FileUnwritableError(path_, count == 0 ? EIO : errno);
+      XXH3_64bits_update(hash, piece.data(), static_cast<size_t>(count));
+      at += static_cast<uint64_t>(count);
+    }
+  }
+  return XXH3_64bits_digest(hash);
 }
 
 absl::StatusOr<uint64_t> SafetensorsBuilder::Finish() {

@@ -77,6 +77,10 @@ class SafetensorsBuilder {
   void SetMetadata(const std::string& key, const std::string& value)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
+  // XXH3 of the data as the file will have them, which this reads back. No
+  // tensor may change after it.
+  // Errors: FILE_UNWRITABLE.
+  absl::StatusOr<uint64_t> DataChecksum() const ABSL_LOCKS_EXCLUDED(mutex_);
   // Writes the header and puts the file in its place. Nothing may follow.
   // Returns its size in bytes.
   // Errors: FILE_EXISTS, FILE_UNWRITABLE; FILE_MALFORMED for a header over the

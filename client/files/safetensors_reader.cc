@@ -21,6 +21,7 @@
 #include "client/files/safetensors.h"
 #include "client/files/safetensors_header.h"
 #include "nlohmann/json.hpp"
+#include "xxhash.h"
 
 namespace quantd::files {
 namespace {
@@ -338,18 +339,30 @@ absl::StatusOr<SafetensorsReader> SafetensorsReader::Open(
   SafetensorsReader reader(*std::move(file));
   reader.metadata_ = std::move(handler.metadata());
   reader.tensors_.reserve(tensors.size());
+  std::vector<TensorBytes> named;
   for (HeaderTensor& tensor : tensors) {
     reader.index_.emplace(tensor.name, reader.tensors_.size());
     reader.tensors_.push_back(
         {std::move(tensor.name), tensor.dtype, std::move(tensor.shape),
          data.subspan(tensor.begin, tensor.end - tensor.begin)});
+    named.push_back({reader.tensors_.back().name, reader.tensors_.back().data});
   }
+  reader.file_.SetTensors(std::move(named));
   return reader;
 }
 
 const FileTensor* SafetensorsReader::Find(absl::string_view name) const {
   const auto found = index_.find(name);
   return found == index_.end() ? nullptr : &tensors_[found->second];
+}
+
+uint64_t SafetensorsReader::DataChecksum() const {
+  if (tensors_.empty()) return XXH3_64bits(nullptr, 0);
+  // Without hole or overlap.
+  const uint8_t* const begin = tensors_.front().data.data();
+  const absl::Span<const uint8_t> last = tensors_.back().data;
+  return XXH3_64bits(begin,
+                     static_cast<size_t>(last.data() + last.size() - begin));
 }
 
 }  // namespace quantd::files

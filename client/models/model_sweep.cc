@@ -402,32 +402,6 @@ absl::StatusOr<std::vector<v1::SweepMixture>> ChooseAlike(
   return mixtures;
 }
 
-// A mixture for each budget, over the tensors on which a spec succeeded.
-// Errors: of ChooseMixture.
-absl::StatusOr<std::vector<v1::SweepMixture>> ChooseMixtures(
-    const std::vector<MeasuredTensor>& tensors,
-    const std::vector<Budget>& budgets, size_t spec_count,
-    const std::vector<TieGroup>& ties, Client* client) {
-  const std::vector<Unit> units = UnitsOf(tensors, ties);
-  std::vector<v1::SweepMixture> mixtures(budgets.size());
-  for (const bool worst_counts : {true, false}) {
-    std::vector<Budget> alike;
-    std::vector<size_t> places;
-    for (size_t i = 0; i < budgets.size(); ++i) {
-      if ((budgets[i].kind == Budget::Kind::kMinSqnr) != worst_counts) continue;
-      alike.push_back(budgets[i]);
-      places.push_back(i);
-    }
-    absl::StatusOr<std::vector<v1::SweepMixture>> chosen =
-        ChooseAlike(units, alike, spec_count, worst_counts, client);
-    if (!chosen.ok()) return chosen.status();
-    for (size_t i = 0; i < places.size(); ++i) {
-      mixtures[places[i]] = std::move((*chosen)[i]);
-    }
-  }
-  return mixtures;
-}
-
 }  // namespace
 
 std::vector<v1::ErrorMetric> SweepMetrics() {
@@ -470,6 +444,30 @@ std::vector<const files::FileTensor*> WeightsOf(const TensorInput& input) {
     }
   }
   return weights;
+}
+
+absl::StatusOr<std::vector<v1::SweepMixture>> ChooseMixtures(
+    const std::vector<MeasuredTensor>& tensors,
+    const std::vector<Budget>& budgets, size_t spec_count,
+    const std::vector<TieGroup>& ties, Client* client) {
+  const std::vector<Unit> units = UnitsOf(tensors, ties);
+  std::vector<v1::SweepMixture> mixtures(budgets.size());
+  for (const bool worst_counts : {true, false}) {
+    std::vector<Budget> alike;
+    std::vector<size_t> places;
+    for (size_t i = 0; i < budgets.size(); ++i) {
+      if ((budgets[i].kind == Budget::Kind::kMinSqnr) != worst_counts) continue;
+      alike.push_back(budgets[i]);
+      places.push_back(i);
+    }
+    absl::StatusOr<std::vector<v1::SweepMixture>> chosen =
+        ChooseAlike(units, alike, spec_count, worst_counts, client);
+    if (!chosen.ok()) return chosen.status();
+    for (size_t i = 0; i < places.size(); ++i) {
+      mixtures[places[i]] = std::move((*chosen)[i]);
+    }
+  }
+  return mixtures;
 }
 
 absl::StatusOr<ModelSweep> SweepTensors(

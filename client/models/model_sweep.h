@@ -4,6 +4,7 @@
 #ifndef QUANTD_CLIENT_MODELS_MODEL_SWEEP_H_
 #define QUANTD_CLIENT_MODELS_MODEL_SWEEP_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -74,6 +75,14 @@ std::vector<const files::FileTensor*> WeightsOf(const TensorInput& input);
 
 // What SweepTensors measures besides the counts.
 std::vector<v1::ErrorMetric> SweepMetrics();
+
+// A mixture for each budget, over the tensors on which a spec succeeded, with
+// one spec for the tensors of a group of `ties`. Of the metrics it reads
+// sqnr_db. Errors: of Client::ChooseMixture.
+absl::StatusOr<std::vector<v1::SweepMixture>> ChooseMixtures(
+    const std::vector<MeasuredTensor>& tensors,
+    const std::vector<Budget>& budgets, size_t spec_count,
+    const std::vector<TieGroup>& ties, Client* client);
 
 // Measures all specs on all tensors, several tensors at a time over streams of
 // their own. What is under way is bounded, whatever the file. Specs with a

@@ -987,19 +987,13 @@ TEST_F(ClientTest, ContributionsGoOnBehindOneThatFailed) {
   EXPECT_FALSE(next->contribution().duplicate());
 }
 
-TEST_F(ClientTest, AComparisonTakesTwiceTheData) {
+TEST_F(ClientTest, AReferenceHasTheElementsOfTheTensor) {
   const std::vector<float> values = Ramp(10);
   EvaluateJob job;
   job.tensor = MakeJob("w", values).tensor;
-  job.comparison = true;
+  job.reference = Reference{ElementType::kFloat16, job.tensor.data};
   EXPECT_EQ(ErrorReason(client_->Evaluate(job).status()), "ARGUMENT_INVALID");
-  const std::vector<uint8_t> pairs =
-      InterleavePairs(ElementType::kFloat32, job.tensor.data, job.tensor.data);
-  float pair[2];
-  std::memcpy(pair, &pairs[8 * 3], sizeof(pair));
-  EXPECT_EQ(pair[0], values[3]);
-  EXPECT_EQ(pair[1], values[3]);
-  job.tensor.data = pairs;
+  job.reference->data = job.tensor.data.subspan(0, 20);
   // The fake does not have the RPC, but it was asked.
   EXPECT_TRUE(absl::IsUnimplemented(client_->Evaluate(job).status()));
 }

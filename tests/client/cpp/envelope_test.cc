@@ -53,7 +53,7 @@ TEST(EncodeRequestTest, IsWhatProtobufReads) {
       const std::vector<uint8_t> data(size, 'd');
       {
         const grpc::ByteBuffer buffer = EncodeRequest(
-            header.SerializeAsString(), {}, offset, data, references);
+            header.SerializeAsString(), {}, offset, SliceOf(data, references));
         v1::QuantizeRequest request;
         ASSERT_TRUE(request.ParseFromString(Bytes(buffer)));
         EXPECT_EQ(request.header().tensor().shape(0), 7);
@@ -66,7 +66,7 @@ TEST(EncodeRequestTest, IsWhatProtobufReads) {
   }
   v1::QuantizeRequest request;
   ASSERT_TRUE(
-      request.ParseFromString(Bytes(EncodeRequest("", {}, 3, {}, references))));
+      request.ParseFromString(Bytes(EncodeRequest("", {}, 3, grpc::Slice()))));
   EXPECT_FALSE(request.has_header());
 }
 

@@ -46,7 +46,8 @@ TEST_F(RetryPolicyTest, TriesAgainWhatMayPass) {
 TEST_F(RetryPolicyTest, LeavesToPeopleWhatOnlyTheyMend) {
   for (const UnreachableCause cause :
        {UnreachableCause::kNotQuantd, UnreachableCause::kWantsTls,
-        UnreachableCause::kNoTls, UnreachableCause::kUntrusted}) {
+        UnreachableCause::kNoTls, UnreachableCause::kUntrusted,
+        UnreachableCause::kTlsFilesUnusable}) {
     EXPECT_FALSE(Wants(ServerUnreachableError("host", "", cause)));
   }
   EXPECT_TRUE(Wants(

@@ -106,14 +106,5 @@ TEST(ScaleShapeTest, RoundsUp) {
   EXPECT_FALSE(ScaleShape({8}, {-1}).ok());
 }
 
-TEST(InterleavePairsTest, TakesElementsByTurns) {
-  const std::vector<uint8_t> a = {1, 2, 3, 4};
-  const std::vector<uint8_t> b = {5, 6, 7, 8};
-  EXPECT_THAT(InterleavePairs(ElementType::kFloat16, a, b),
-              ElementsAre(1, 2, 5, 6, 3, 4, 7, 8));
-  EXPECT_THAT(InterleavePairs(ElementType::kFloat32, a, b),
-              ElementsAre(1, 2, 3, 4, 5, 6, 7, 8));
-}
-
 }  // namespace
 }  // namespace quantd

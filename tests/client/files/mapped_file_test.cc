@@ -1,8 +1,10 @@
 #include "client/files/mapped_file.h"
 
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <string>
@@ -85,6 +87,31 @@ TEST(MappedFileDeathTest, AChangeEndsTheProcessWithOneLine) {
   const std::string path = directory.Write("a", "some bytes");
   EXPECT_EXIT(ReadWhatIsCut(path), ::testing::ExitedWithCode(7),
               MatchesRegex("test: FILE_CHANGED: [^\n]+\n"));
+}
+
+// Reads the second tensor of a file without it. Does not return.
+void ReadTensorThatIsCut(const std::string& path, bool checks) {
+  ExplainCutFiles("test", 7);
+  auto file = MappedFile::Open(path);
+  const size_t page = static_cast<size_t>(getpagesize());
+  file->SetTensors({{"second", file->bytes().subspan(page)},
+                    {"first", file->bytes().subspan(0, page)},
+                    {"elsewhere", {}}});
+  std::filesystem::resize_file(path, page);
+  if (checks) EndOverChangedFile(CheckMappedFiles());
+  volatile uint8_t byte = file->bytes()[page + 1];
+  static_cast<void>(byte);
+}
+
+TEST(MappedFileDeathTest, AChangeNamesTheTensorThatIsCut) {
+  const testing::TemporaryDirectory directory;
+  for (const bool checks : {false, true}) {
+    const std::string path = directory.Write(
+        "a", std::string(2 * static_cast<size_t>(getpagesize()), 'x'));
+    EXPECT_EXIT(ReadTensorThatIsCut(path, checks), ::testing::ExitedWithCode(7),
+                MatchesRegex("test: FILE_CHANGED: [^\n]+: tensor \"second\": "
+                             "the file was [^\n]+\n"));
+  }
 }
 
 }  // namespace

@@ -47,7 +47,9 @@ TEST_F(SafetensorsBuilderTest, IsTheSameInWhateverOrderTheDataCome) {
       ASSERT_TRUE(builder->Write(b, 0, bytes).ok());
     }
     builder->SetMetadata("key", "value");
+    const uint64_t checksum = builder->DataChecksum().value();
     EXPECT_EQ(builder->Finish().value(), 4096u + 16u);
+    EXPECT_EQ(SafetensorsReader::Open(path_)->DataChecksum(), checksum);
     if (first.empty()) first = Bytes();
     EXPECT_EQ(Bytes(), first);
   }

@@ -171,6 +171,24 @@ class CredentialsTest(unittest.TestCase):
         with self.assertRaises(quantd.QuantdError):
             quantd.tls_credentials(ca + "-none")
 
+        other_ca = self.write(
+            "other", certificates.Authority("other").certificate.decode())
+        for paths, said in (
+                ((other_ca, certificate, key), "no authority that this client"),
+                ((ca, certificate, server_paths[1]),
+                 "the key is not that of the certificate"),
+                ((key, certificate, key), "something else than PEM"),
+                ((ca, None, None), "or a client's certificate"),
+                (None, "wants TLS")):
+            with self.subTest(said):
+                credentials = paths and quantd.tls_credentials(*paths)
+                with quantd.Client(server.address, credentials=credentials,
+                                   retry_for=0) as client:
+                    with self.assertRaises(quantd.QuantdError) as caught:
+                        list(client.list_models())
+                self.assertEqual(caught.exception.reason, "SERVER_UNREACHABLE")
+                self.assertIn(said, str(caught.exception))
+
 
 if __name__ == "__main__":
     unittest.main(argv=[sys.argv[0], *unittest_arguments])

@@ -425,6 +425,43 @@ def test_PartsOfQuantctlHaveTheSameDraft(tmp_path, folder, client, quantctl,
         if isinstance(tensor, quantd.QuantizedTensor)}}
 
 
+@pytest.mark.parametrize("joiner", ["python", "quantctl"])
+def test_AFlippedByteOfAPartIsNotJoined(tmp_path, folder, client, quantctl,
+                                        joiner):
+    def join(expected):
+        if joiner == "quantctl":
+            return quantctl("quantize", folder, "-o", target, *words(),
+                            "--join", code=4 if expected else 0)
+        if not expected:
+            return quantd.join_model(folder, target, SPECS)
+        with pytest.raises(quantd.QuantdError) as caught:
+            quantd.join_model(folder, target, SPECS)
+        return str(caught.value)
+
+    # The first count shares out whole shards, the other one does not.
+    for count in (3, 8):
+        target = tmp_path / f"parts{count}"
+        for part in range(count):
+            if part % 2:
+                quantctl("quantize", folder, "-o", target, *words(), "--part",
+                         f"{part}/{count}")
+            else:
+                quantd.quantize_model(folder, target, SPECS, client=client,
+                                      part=(part, count))
+        for path in sorted(target.glob("*.safetensors*")):
+            if path.name.endswith(".json"):
+                continue
+            data = bytearray(path.read_bytes())
+            for at in (-1, 8 + int.from_bytes(data[:8], "little")):
+                data[at] ^= 1
+                path.write_bytes(data)
+                said = join("refused")
+                assert "FILE_MALFORMED" in said and str(path) in said
+                data[at] ^= 1
+            path.write_bytes(data)
+        join("")
+
+
 def test_AServerThatGoesAwayEndsTheRun(tmp_path, folder):
     with quantd.Client("127.0.0.1:1", retry_for=0) as nobody:
         assert raised(quantd.quantize_model, folder, tmp_path / "x", "int8",
@@ -617,10 +654,10 @@ def test_APartThatIsDoneElsewhereMeanwhileIsDone(tmp_path, folder, client,
                                      part=(0, 2))
 
     def with_another(specs):
-        def run(writer, room):
+        def run(writer, *arguments):
             monkeypatch.setattr(_files.SafetensorsWriter, "finish", finish)
             do(specs)
-            return finish(writer, room)
+            return finish(writer, *arguments)
         monkeypatch.setattr(_files.SafetensorsWriter, "finish", run)
     with_another("int8")
     do("int8")

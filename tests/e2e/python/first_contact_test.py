@@ -153,6 +153,17 @@ class FirstContactTest(QuantctlCase):
         with live_server.LiveServer(
                 options.quantd, flags=(*tls, "--tls-client-ca", ca)) as server:
             self.assertIn("wants TLS", self.fails(server.address))
+            # What is no pair, and what is something else than its option says.
+            mine, my_key = authority.issue("me").write(self.folder, "me")
+            for files in ((ca, mine, key), (my_key, mine, my_key),
+                          (ca, my_key, mine)):
+                text = self.fails(server.address, *(
+                    word for pair in zip(("--tls-ca", "--tls-certificate",
+                                          "--tls-key"), files)
+                    for word in pair))
+                self.assertIn("cannot begin: the key is not that of the "
+                              "certificate", text)
+                self.assertIn("quantctl: check that --tls-key", text)
             # It may be a proxy without a server behind it, so this is tried
             # again, for less long than another failure.
             text = self.fails(server.address, "--tls-ca", ca, "--retries", "1",

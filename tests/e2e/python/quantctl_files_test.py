@@ -576,6 +576,42 @@ class AllOrNothingTest(FilesCase):
         with open(mixture, encoding="utf-8") as file:
             self.assertEqual(len(file.read().splitlines()), 4)
 
+    def test_AMixtureHasOneSpecForWhatRuntimesFuse(self):
+        names = ("--model", "fused")
+        easy, hard = floats(*(1, -1) * 512), normal(1024)
+        prefix = "model.layers.0."
+        groups = {
+            "self_attn.q_proj": easy, "self_attn.k_proj": hard,
+            "self_attn.v_proj": hard, "self_attn.o_proj": easy,
+            "mlp.experts.0.down_proj": easy, "mlp.experts.1.up_proj": hard}
+        write_safetensors(self.path("fused"), {
+            f"{prefix}{name}.weight": ("F32", [32, 32], data)
+            for name, data in groups.items()})
+        self.run_quantctl("calibrate", self.path("fused"), *names, "--source",
+                          "a", "--sequence", "1")
+
+        def chosen(*flags):
+            report = json.loads(self.run_quantctl(
+                "sweep", *names, "--spec", "int8", "--spec", "int4", *flags,
+                "--json").stdout)
+            self.assertTrue(report["mixture"]["target_met"])
+            return {choice["tensor"][len(prefix):-len(".weight")]:
+                    choice["spec"] for choice in report["mixture"]["choices"]}
+
+        apart = {name: "int4" if data == easy else "int8"
+                 for name, data in groups.items()}
+        self.assertEqual(chosen("--min-sqnr", "30", "--no-ties"), apart)
+        # o_proj is alone.
+        fused = {**dict.fromkeys(groups, "int8"), "self_attn.o_proj": "int4"}
+        self.assertEqual(chosen("--min-sqnr", "30"), fused)
+        most = str(1024 * 6 * 8 // 10)
+        for budget in (("--max-bytes", most), ("--max-bits-per-element", "7")):
+            found = chosen(*budget)
+            for group in ("self_attn.q self_attn.k self_attn.v",
+                          "mlp.experts.0.down mlp.experts.1.up"):
+                self.assertEqual(len({found[f"{name}_proj"]
+                                      for name in group.split()}), 1, budget)
+
     def test_AnExportOfNothingIsNotWritten(self):
         self.run_quantctl("quantize", self.input, "-o", self.path("q"),
                           "--model", "exported")
@@ -1097,13 +1133,15 @@ class ChangedInputTest(FilesCase):
         self.assertEqual(result.stderr.count("FILE_CHANGED"), 1)
         self.assertIn(path, result.stderr)
         self.assertNotIn("UNREACHABLE", result.stderr)
+        return result.stderr
 
-    def test_AFileThatIsCutShortIsOneError(self):
+    def test_AFileThatIsCutShortIsOneErrorOfATensor(self):
         for spec in ("int8", "nvfp4", "int4:group:32"):
             with self.subTest(spec=spec):
-                self.changed_when("Quantize",
-                                  lambda path: os.truncate(path, 4096),
-                                  "quantize", "--no-store", "--spec", spec)
+                said = self.changed_when(
+                    "Quantize", lambda path: os.truncate(path, 4096),
+                    "quantize", "--no-store", "--spec", spec)
+                self.assertRegex(said, r': tensor "[ab]\.weight": the file')
 
     def test_AFileThatIsRewrittenInItsPlaceIsAnError(self):
         def rewrite(path):

@@ -20,6 +20,7 @@ import grpc
 import numpy as np
 
 from quantd import _gguf, errors
+from quantd._scale_stream import xxh3_64
 from quantd.tensor import Array
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -27,6 +28,8 @@ SINGLE_NAME = "model.safetensors"
 _METADATA = "__metadata__"
 _MOST_HEADER_BYTES = 100_000_000
 _COPY_BYTES = 1 << 24
+# Stands for the hexadecimal digits of a checksum, until it is known.
+NO_CHECKSUM = "0" * 16
 # Of what comes before the data of GGUF, at a time.
 _WINDOW_BYTES = 1 << 16
 _MOST_NAMES = 100
@@ -389,6 +392,20 @@ def open_safetensors(path: str) -> InputFile:
     return InputFile(path, found, metadata)
 
 
+def data_checksum(file: InputFile) -> str:
+    """Of a safetensors file: XXH3 of its data, all of which this reads, in
+    hexadecimal. Raises: FILE_CHANGED, FILE_UNREADABLE."""
+    state = xxh3_64()
+    for tensor in file.tensors.values():
+        data = tensor.data
+        assert data is not None
+        for at in range(0, data.nbytes, _COPY_BYTES):
+            state.update(data.source.read(
+                data.begin + at, min(_COPY_BYTES, data.nbytes - at),
+                tensor.name).data)
+    return f"{state.intdigest():016x}"
+
+
 def _entry(path: str, name: str, entry: Any
            ) -> tuple[str, tuple[str, tuple[int, ...]], int, int]:
     try:
@@ -741,6 +758,27 @@ class AtomicFile:
         os.link(self._descriptor(), name, src_dir_fd=self._fd,
                 follow_symlinks=True)
 
+    def rewrite(self, data: bytes) -> None:
+        """Puts it over the first bytes. Raises: FILE_UNWRITABLE."""
+        try:
+            at = 0
+            while at < len(data):
+                at += os.pwrite(self._fd, data[at:], at)
+        except OSError as error:
+            raise unwritable(self._path, error) from error
+
+    def checksum_from(self, begin: int) -> str:
+        """XXH3 of what was written from there on, in hexadecimal. Raises:
+        FILE_UNWRITABLE."""
+        state = xxh3_64()
+        try:
+            while piece := os.pread(self._fd, _COPY_BYTES, begin):
+                state.update(piece)
+                begin += len(piece)
+        except OSError as error:
+            raise unwritable(self._path, error) from error
+        return f"{state.intdigest():016x}"
+
     def commit(self) -> None:
         """Makes the file durable and visible.
 
@@ -915,9 +953,10 @@ class SafetensorsWriter:
                 raise malformed(self._path, f"the name {entry.name!r} is taken")
             self._entries[entry.name] = key, entry
 
-    def finish(self, header_room: int = 0) -> int:
+    def finish(self, header_room: int = 0, checksum_key: str = "") -> int:
         """Writes the file; says how large it is. The header takes at least so
-        many bytes, with spaces behind it.
+        many bytes, with spaces behind it. With a key the metadata have the
+        XXH3 of the data under it.
 
         Raises: FILE_EXISTS, FILE_UNWRITABLE, FILE_MALFORMED for a header over
         the limit.
@@ -925,9 +964,15 @@ class SafetensorsWriter:
         entries = [entry for _, entry in sorted(
             self._entries.values(),
             key=lambda item: (-DTYPES[item[1].dtype].itemsize, item[0]))]
-        text = header_text(self._path, [
-            (entry.name, entry.dtype, entry.shape) for entry in entries],
-                           self.metadata, header_room)
+
+        def header() -> bytes:
+            return header_text(self._path, [
+                (entry.name, entry.dtype, entry.shape) for entry in entries],
+                               self.metadata, header_room)
+
+        if checksum_key:
+            self.metadata[checksum_key] = NO_CHECKSUM
+        text = header()
         with AtomicFile(self._path, self._overwrite) as file:
             file.write(text)
             for entry in entries:
@@ -936,6 +981,10 @@ class SafetensorsWriter:
                 elif entry.size_bytes:
                     file.write_from(self._spool.fileno(), entry.offset,
                                     entry.size_bytes)
+            if checksum_key:
+                # As long as the one that it takes the place of.
+                self.metadata[checksum_key] = file.checksum_from(len(text))
+                file.rewrite(header())
             file.commit()
         return len(text) + sum(entry.size_bytes for entry in entries)
 

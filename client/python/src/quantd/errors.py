@@ -15,6 +15,29 @@ if TYPE_CHECKING:
 # What controls a terminal: C0, DEL and C1, and what turns the direction of
 # writing.
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# What gRPC 1.51 says where TLS is why nobody answers, and what that means.
+_UNTRUSTED = (
+    "the TLS handshake with {target} failed: its certificate is of no "
+    "authority that this client knows, or for another name; check ca of "
+    "tls_credentials(), and the address")
+_TLS_SYMPTOMS = (
+    # It makes no connection of such credentials, and has none to tell of.
+    (("empty address list",),
+     "the TLS handshake with {target} cannot begin: the key is not that of the "
+     "certificate, or a file holds something else than PEM of its kind; check "
+     "the arguments of tls_credentials()"),
+    (("certificate verify failed",), _UNTRUSTED),
+    (("is not in peer certificate",), _UNTRUSTED),
+    (("Hostname Verification Check failed",), _UNTRUSTED),
+    (("wrong version number",),
+     "the TLS handshake with {target} failed: what listens there does not "
+     "speak TLS; leave out credentials"),
+    # Later it was closed while it was in use.
+    (("last error: ", "Socket closed"),
+     "{target} closes connections at once, as a server does that wants TLS, or "
+     "a client's certificate, or another one; check credentials, and the "
+     "arguments of tls_credentials()"),
+)
 _REASON = re.compile(r"([A-Z][A-Z0-9_]*): ")
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -159,7 +182,7 @@ def from_rpc_error(error: grpc.RpcError, target: str,
                 and ("RST_STREAM" in message or message == "CANCELLED")):
             return QuantdError(grpc.StatusCode.UNAVAILABLE,
                                "SERVER_UNREACHABLE",
-                               f"no answer from {target}: {message}")
+                               _unreachable_text(target, message))
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return timed_out(target, timeout)
         return QuantdError(code, "", message)
@@ -169,6 +192,13 @@ def from_rpc_error(error: grpc.RpcError, target: str,
             field, retry_after = _read_details(value)
     return QuantdError(code, match.group(1), message[match.end():],
                        field=field, retry_after=retry_after)
+
+
+def _unreachable_text(target: str, message: str) -> str:
+    for symptoms, meaning in _TLS_SYMPTOMS:
+        if all(symptom in message for symptom in symptoms):
+            return f"{meaning.format(target=target)} ({message})"
+    return f"no answer from {target}: {message}"
 
 
 def _read_details(status: bytes) -> tuple[str, Optional[float]]:

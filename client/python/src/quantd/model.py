@@ -38,6 +38,7 @@ from quantd.v1 import quantization_service_pb2 as qs
 _COMMAND_KEY = "quantctl.command"
 _RUN_KEY = "quantctl.run"
 _TENSORS_KEY = "quantctl.tensors"
+_CHECKSUM_KEY = "quantctl.checksum"
 _LAYOUT = "quantd"
 _MOST_NAMES = 10
 # Of data; see _header_room.
@@ -617,6 +618,8 @@ class _Run:
         missing = []
         for number, shard in enumerate(self._shards):
             if shard.is_kept:
+                # A part that has a shard to itself wrote it in its place.
+                _check_data(_files.open_safetensors(shard.output_path))
                 continue
             parts = find_parts(shard.output_path)
             if not parts:
@@ -781,7 +784,9 @@ class _Run:
             elif self._is_folder:
                 self._clear()
             try:
-                writer.finish(self._header_room(target))
+                writer.finish(self._header_room(target),
+                              _CHECKSUM_KEY if _RUN_KEY in writer.metadata
+                              else "")
             except errors.QuantdError as error:
                 # The same part may be under way elsewhere, and be first.
                 if error.reason != "FILE_EXISTS" or not shard.run or (
@@ -820,6 +825,7 @@ class _Run:
         if self._is_folder or target.part is not None:
             metadata[_COMMAND_KEY] = target.shard.command
             metadata[_RUN_KEY] = target.shard.run
+            metadata[_CHECKSUM_KEY] = _files.NO_CHECKSUM
             metadata[_TENSORS_KEY] = _files.to_json(records)
         if target.part is not None:
             metadata[PART_KEY] = str(target.part)
@@ -831,6 +837,7 @@ class _Run:
                   for number, tensor in enumerate(shard.selected)}
         for part in find_parts(shard.output_path):
             file = _files.open_safetensors(part.path(shard.output_path))
+            _check_data(file)
             for name in json.loads(file.metadata[_TENSORS_KEY]):
                 for at, suffix in enumerate(_layout.SUFFIXES_AS_WRITTEN):
                     tensor = file.tensors.get(name + suffix)
@@ -991,6 +998,17 @@ def _with_note(error: errors.QuantdError, note: str) -> errors.QuantdError:
                               retry_after=error.retry_after)
     told.name = error.name
     return told
+
+
+def _check_data(file: InputFile) -> None:
+    """Whether a file still has the data that its checksum is of. Raises:
+    FILE_MALFORMED."""
+    expected = file.metadata.get(_CHECKSUM_KEY, "not kept")
+    got = _files.data_checksum(file)
+    if got != expected:
+        raise _files.malformed(
+            file.path, f"the XXH3 of its data is {got}, and was {expected} when "
+            "it was written; delete it and run its part again")
 
 
 def _metadata_of(path: str) -> Mapping[str, str]:
