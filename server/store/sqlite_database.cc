@@ -383,6 +383,21 @@ SqliteConnection::~SqliteConnection() {
   sqlite3_close(db_);
 }
 
+// SQLite's own handler sleeps for up to 100 ms, and meets the end of another
+// process's transaction rarely where that begins one after the other.
+void SqliteConnection::SetBusyTimeout(int milliseconds) {
+  constexpr int kPollMs = 2;
+  busy_polls_ = milliseconds / kPollMs;
+  sqlite3_busy_handler(
+      db_,
+      [](void* polls, int count) {
+        if (count >= *static_cast<const int*>(polls)) return 0;
+        absl::SleepFor(absl::Milliseconds(kPollMs));
+        return 1;
+      },
+      &busy_polls_);
+}
+
 std::unique_ptr<SqlStatement> SqliteConnection::Prepare(const char* sql) {
   sqlite3_stmt*& statement = statements_[sql];
   absl::Status error;
@@ -575,8 +590,15 @@ absl::Status SqliteDatabase::Read(
 
 absl::Status SqliteDatabase::Write(
     absl::FunctionRef<absl::Status(SqlConnection&)> body) {
-  absl::MutexLock lock(&write_mutex_);
-  return WriteLocked(body);
+  const int64_t turn = next_turn_++;
+  const auto is_our_turn = [this, turn] {
+    write_mutex_.AssertHeld();
+    return turn == turn_;
+  };
+  absl::MutexLock lock(&write_mutex_, absl::Condition(&is_our_turn));
+  absl::Status status = WriteLocked(body);
+  ++turn_;
+  return status;
 }
 
 absl::Status SqliteDatabase::WriteLocked(

@@ -6,6 +6,7 @@
 
 #include <sqlite3.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -58,9 +59,7 @@ class SqliteConnection : public SqlConnection {
   // SQLite tells of every commit to the file.
   absl::Status Announce() override { return absl::OkStatus(); }
   // How long a statement waits for another connection's lock.
-  void SetBusyTimeout(int milliseconds) {
-    sqlite3_busy_timeout(db_, milliseconds);
-  }
+  void SetBusyTimeout(int milliseconds);
   // Prepares and runs a statement without parameters and rows.
   absl::Status Run(const char* sql);
 
@@ -82,6 +81,7 @@ class SqliteConnection : public SqlConnection {
   absl::Status CheckApplication();
 
   sqlite3* const db_;
+  int busy_polls_ = 0;
   absl::flat_hash_map<const char*, sqlite3_stmt*> statements_;
 };
 
@@ -122,7 +122,11 @@ class SqliteDatabase : public SqlDatabase {
   absl::Status WriteLocked(absl::FunctionRef<absl::Status(SqlConnection&)> body)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
 
+  // Who writes in many transactions one after another keeps nobody waiting:
+  // each comes after those that asked before it.
+  std::atomic<int64_t> next_turn_ = 0;
   absl::Mutex write_mutex_;
+  int64_t turn_ ABSL_GUARDED_BY(write_mutex_) = 0;
   const std::unique_ptr<SqliteConnection> writer_
       ABSL_PT_GUARDED_BY(write_mutex_);
   bool is_shrinking_ ABSL_GUARDED_BY(write_mutex_) = false;
