@@ -48,6 +48,9 @@ class SqliteConnection : public SqlConnection {
                              std::vector<std::string> revisions) override {
     return absl::OkStatus();
   }
+  absl::Status LockModel(absl::string_view model) override {
+    return absl::OkStatus();
+  }
   absl::Status LockSource(const EncodingKey& key,
                           absl::string_view source) override {
     return absl::OkStatus();

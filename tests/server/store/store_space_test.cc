@@ -561,6 +561,25 @@ TEST_P(StoreSpaceTest, AGramMatrixIsWrittenWhileItsSourceIsDeleted) {
   ExpectSound();
 }
 
+// PostgreSQL can't lock each of them.
+TEST_P(StoreSpaceTest, AModelOfManyRevisionsIsDeleted) {
+  ASSERT_TRUE(encodings_.Put({"m", "main", "a"}, MakeSmall(), {}).ok());
+  constexpr char kAddRevisions[] =
+      "WITH RECURSIVE numbers (number) AS ("
+      "SELECT 1 UNION ALL SELECT number + 1 FROM numbers WHERE number < 20000) "
+      "INSERT INTO row_sets (model, revision, kind, set_id, generation, "
+      "update_time_us, checksum) SELECT 'm', 'r' || number, 0, "
+      "1000000 + number, 0, 0, 0 FROM numbers";
+  const absl::Status added = sql_->Write([&](SqlConnection& connection) {
+    return connection.Prepare(kAddRevisions)->Step("cannot add").status();
+  });
+  ASSERT_TRUE(added.ok()) << added;
+  const absl::StatusOr<DeletedRows> deleted = encodings_.DeleteModel("m");
+  ASSERT_TRUE(deleted.ok()) << deleted.status();
+  EXPECT_EQ(deleted->encoding_count, 1);
+  EXPECT_EQ(CountOf("SELECT COUNT(*) FROM row_sets"), 0);
+}
+
 INSTANTIATE_TEST_SUITE_P(Stores, StoreSpaceTest,
                          ::testing::ValuesIn(Backends()), BackendName);
 
