@@ -299,6 +299,12 @@ absl::Status SqliteError(absl::string_view what, int code,
     case SQLITE_NOTADB:
       return core::StoreCorruptError(
           absl::StrCat(what, ": the database file is damaged"), detail);
+    case SQLITE_FULL:
+      return core::StoreUnavailableError(
+          absl::StrCat(what,
+                       ": the disk of the store is full; free space on it, "
+                       "which deleting from the store needs too"),
+          detail);
     default:
       return core::StoreUnavailableError(
           absl::StrCat(what, ": the database fails"), detail);
