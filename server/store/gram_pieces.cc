@@ -22,6 +22,12 @@ namespace {
 
 constexpr absl::string_view kCannotAddGram = "cannot contribute a Gram matrix";
 
+// Not of the bytes, so that it is short.
+constexpr char kSelectGramChecksums[] =
+    "SELECT checksum FROM statistics_pieces WHERE set_id = $1 AND tensor = $2 "
+    "AND source = $3 AND sequence = $4 AND piece > $5 AND piece <= $6 "
+    "ORDER BY piece";
+
 absl::Status Mismatch(absl::string_view what) {
   return core::StatisticsMismatchError(what);
 }
@@ -162,71 +168,121 @@ int64_t WriteGramBytes(const core::GramState::Parts* part) {
               : GramSumCount(*part) * static_cast<int64_t>(sizeof(int64_t)));
 }
 
-absl::StatusOr<WrittenGram> WriteGram(
-    SqlConnection* connection, const absl::optional<SourceVersion>& before,
-    const SourceVersion& now, const core::GramState::Parts* part) {
-  WrittenGram written;
-  absl::optional<GramAssembler> read;
-  std::vector<int64_t> sums;
+absl::Status GramWriter::Begin(SqlConnection* connection,
+                               const absl::optional<SourceVersion>& before,
+                               const SourceVersion& now) {
+  now_.emplace(now);
   if (before.has_value()) {
-    read.emplace(*before);
+    before_.emplace(*before);
+    read_.emplace(*before);
     absl::StatusOr<absl::optional<uint64_t>> found =
-        ReadNext(connection, *before, kFirstGramPiece, &*read, &sums);
+        ReadNext(connection, *before, kFirstGramPiece, &*read_, &sums_);
     if (!found.ok()) return found.status();
-    written.checksum_before = *found;
-    if (!found->has_value()) read.reset();
+    written_.checksum_before = *found;
+    if (!found->has_value()) read_.reset();
   }
-  if (!read.has_value() && part == nullptr) return written;
-  core::GramState::Parts head;
-  if (read.has_value()) {
-    head = read->head();
+  if (read_.has_value()) {
+    head_ = read_->head();
+  } else if (part_ != nullptr) {
+    head_.exponents = part_->exponents;
+    head_.part_size = part_->part_size;
+  }
+  if (part_ != nullptr) {
+    if (absl::Status s = CheckGramHeads(head_, *part_); !s.ok()) return s;
+    AddGramHead(*part_, &head_);
+  }
+  sum_count_ = GramSumCount(head_);
+  return absl::OkStatus();
+}
+
+bool GramWriter::has_steps() const {
+  return sum_count_ - count_ * kSumsPerPiece >
+         kPiecesPerTransaction * kSumsPerPiece;
+}
+
+absl::Status GramWriter::Step(SqlConnection* connection) {
+  for (int i = 0; i < kPiecesPerTransaction; ++i) {
+    if (absl::Status s = WriteNext(connection); !s.ok()) return s;
+  }
+  staged_count_ = count_;
+  staged_checksum_ = checksum_.Get();
+  return MarkPieces(connection, *now_);
+}
+
+absl::Status GramWriter::WriteNext(SqlConnection* connection) {
+  const int64_t first = count_ * kSumsPerPiece;
+  const auto count =
+      static_cast<size_t>(std::min(kSumsPerPiece, sum_count_ - first));
+  const int64_t piece = kFirstGramPiece + ++count_;
+  if (read_.has_value()) {
+    absl::StatusOr<absl::optional<uint64_t>> found =
+        ReadNext(connection, *before_, piece, &*read_, &sums_);
+    if (!found.ok()) return found.status();
+    if (!found->has_value()) {
+      return SourceCorruptError(before_->key, before_->source, "lack pieces");
+    }
   } else {
-    head.exponents = part->exponents;
-    head.part_size = part->part_size;
+    sums_.assign(count, 0);
   }
-  if (part != nullptr) {
-    if (absl::Status s = CheckGramHeads(head, *part); !s.ok()) return s;
-    AddGramHead(*part, &head);
+  if (part_ != nullptr) {
+    const int64_t* const more = part_->code_sums.data() + first;
+    for (size_t i = 0; i < count; ++i) sums_[i] += more[i];
   }
-  const auto write = [&](int64_t number, absl::string_view bytes) {
-    written.size_bytes += static_cast<int64_t>(bytes.size());
-    return WritePiece(connection, now, number, bytes);
-  };
-  RowChecksum checksum;
-  const int64_t sum_count = GramSumCount(head);
-  int64_t piece = kFirstGramPiece;
-  for (int64_t first = 0; first < sum_count; first += kSumsPerPiece) {
-    ++piece;
-    const int64_t count = std::min(kSumsPerPiece, sum_count - first);
-    if (read.has_value()) {
-      absl::StatusOr<absl::optional<uint64_t>> found =
-          ReadNext(connection, *before, piece, &*read, &sums);
-      if (!found.ok()) return found.status();
-      if (!found->has_value()) {
-        return SourceCorruptError(before->key, before->source, "lack pieces");
-      }
-    } else {
-      sums.assign(static_cast<size_t>(count), 0);
-    }
-    if (part != nullptr) {
-      for (int64_t i = 0; i < count; ++i) sums[i] += part->code_sums[first + i];
-    }
-    absl::StatusOr<uint64_t> added =
-        write(piece, {reinterpret_cast<const char*>(sums.data()),
-                      static_cast<size_t>(count) * sizeof(int64_t)});
-    if (!added.ok()) return added.status();
-    checksum.Add(AsBytes(*added));
-  }
-  if (read.has_value()) {
-    if (absl::Status s = read->Finish(); !s.ok()) return s;
-  }
-  absl::StatusOr<uint64_t> added =
-      write(kFirstGramPiece, HeadBytes(head, checksum.Get()));
+  const absl::string_view bytes(reinterpret_cast<const char*>(sums_.data()),
+                                count * sizeof(int64_t));
+  absl::StatusOr<uint64_t> added = WritePiece(connection, *now_, piece, bytes);
   if (!added.ok()) return added.status();
-  written.checksum = *added;
-  written.end_piece = piece + 1;
-  written.head = std::move(head);
-  return written;
+  checksum_.Add(AsBytes(*added));
+  written_.size_bytes += static_cast<int64_t>(bytes.size());
+  return absl::OkStatus();
+}
+
+absl::Status GramWriter::CheckStaged(SqlConnection* connection) const {
+  const std::unique_ptr<SqlStatement> row =
+      connection->Prepare(kSelectGramChecksums);
+  row->BindInt(1, now_->set_id);
+  row->BindText(2, now_->key.tensor);
+  row->BindText(3, now_->source);
+  row->BindInt(4, now_->sequence);
+  row->BindInt(5, kFirstGramPiece);
+  row->BindInt(6, kFirstGramPiece + staged_count_);
+  RowChecksum found_checksum;
+  int64_t count = 0;
+  while (true) {
+    absl::StatusOr<bool> found = row->Step(kCannotAddGram);
+    if (!found.ok()) return found.status();
+    if (!*found) break;
+    const auto checksum = static_cast<uint64_t>(row->Int(0));
+    found_checksum.Add(AsBytes(checksum));
+    ++count;
+  }
+  if (count == staged_count_ && found_checksum.Get() == staged_checksum_) {
+    return absl::OkStatus();
+  }
+  return core::StoreUnavailableError(
+      "another contribution of the same source and sequence was written "
+      "meanwhile; send it again");
+}
+
+absl::StatusOr<WrittenGram> GramWriter::Finish(SqlConnection* connection) {
+  if (!read_.has_value() && part_ == nullptr) return written_;
+  if (is_staged()) {
+    if (absl::Status s = CheckStaged(connection); !s.ok()) return s;
+  }
+  while (count_ * kSumsPerPiece < sum_count_) {
+    if (absl::Status s = WriteNext(connection); !s.ok()) return s;
+  }
+  if (read_.has_value()) {
+    if (absl::Status s = read_->Finish(); !s.ok()) return s;
+  }
+  const std::string bytes = HeadBytes(head_, checksum_.Get());
+  absl::StatusOr<uint64_t> added =
+      WritePiece(connection, *now_, kFirstGramPiece, bytes);
+  if (!added.ok()) return added.status();
+  written_.size_bytes += static_cast<int64_t>(bytes.size());
+  written_.checksum = *added;
+  written_.end_piece = kFirstGramPiece + count_ + 1;
+  return written_;
 }
 
 }  // namespace quantd::server

@@ -75,12 +75,10 @@ void AddGramHead(const core::GramState::Parts& part,
 // Entries of the upper triangles.
 int64_t GramSumCount(const core::GramState::Parts& head);
 
-// What WriteGram did.
+// What GramWriter did.
 struct WrittenGram {
   // That it takes in the store.
   int64_t size_bytes = 0;
-  // Without sums.
-  core::GramState::Parts head;
   // Behind its last piece.
   int64_t end_piece = kFirstGramPiece;
   // Of the first piece now and before, where there is one.
@@ -88,13 +86,58 @@ struct WrittenGram {
   absl::optional<uint64_t> checksum_before;
 };
 
-// Writes the Gram matrix of a source after a contribution: that of `before`,
-// if it is given and has one, and `part`, if it is not null. A part of one
-// transaction.
-// Errors: STATISTICS_MISMATCH, STORE_UNAVAILABLE, STORE_CORRUPT.
-absl::StatusOr<WrittenGram> WriteGram(
-    SqlConnection* connection, const absl::optional<SourceVersion>& before,
-    const SourceVersion& now, const core::GramState::Parts* part);
+// Writes the Gram matrix of a source after a contribution: that which it had,
+// if it had one, and `part`, if that is not null. A large one takes several
+// transactions, so that nobody waits for all of it: the caller sees in each of
+// them that the source still has what it had at first. Not thread-safe.
+// Errors of every call: STORE_UNAVAILABLE, STORE_CORRUPT.
+class GramWriter {
+ public:
+  // Which outlives the writer.
+  explicit GramWriter(const core::GramState::Parts* part) : part_(part) {}
+
+  // First. `before` is what the source has, if it has something.
+  // Errors: STATISTICS_MISMATCH.
+  absl::Status Begin(SqlConnection* connection,
+                     const absl::optional<SourceVersion>& before,
+                     const SourceVersion& now);
+  bool has_begun() const { return now_.has_value(); }
+
+  // Whether more is left than a transaction should write.
+  bool has_steps() const;
+  // Then, while it has steps: writes the next pieces, and marks them.
+  absl::Status Step(SqlConnection* connection);
+  // Whether a step was taken.
+  bool is_staged() const { return staged_count_ > 0; }
+
+  // Last: writes what is left, in the transaction of the row.
+  // Errors: STORE_UNAVAILABLE also where another contribution of the same
+  // sequence has changed what the steps wrote.
+  absl::StatusOr<WrittenGram> Finish(SqlConnection* connection);
+
+  // That will be written, without sums.
+  const core::GramState::Parts& head() const { return head_; }
+
+ private:
+  absl::Status WriteNext(SqlConnection* connection);
+  absl::Status CheckStaged(SqlConnection* connection) const;
+
+  const core::GramState::Parts* const part_;
+  absl::optional<SourceVersion> before_;
+  absl::optional<SourceVersion> now_;
+  // Of what the source had; none where that is nothing.
+  absl::optional<GramAssembler> read_;
+  core::GramState::Parts head_;
+  WrittenGram written_;
+  int64_t sum_count_ = 0;
+  // Pieces of sums that are written, and those of them that steps wrote.
+  int64_t count_ = 0;
+  int64_t staged_count_ = 0;
+  // Over the pieces that are written, and over those that steps wrote.
+  RowChecksum checksum_;
+  uint64_t staged_checksum_ = 0;
+  std::vector<int64_t> sums_;
+};
 
 }  // namespace quantd::server
 

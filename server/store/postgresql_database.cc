@@ -52,9 +52,11 @@ constexpr char kPostgresqlBegin[] = "BEGIN ISOLATION LEVEL READ COMMITTED";
 constexpr char kPostgresqlCommit[] = "COMMIT";
 constexpr char kPostgresqlRollback[] = "ROLLBACK";
 constexpr char kLockName[] = "SELECT pg_advisory_xact_lock($1)";
-// A revision, which its tensors share, and one of them.
+constexpr char kShareName[] = "SELECT pg_advisory_xact_lock_shared($1)";
+// A model and a revision, which their tensors share, and one of those.
 constexpr char kLockTensor[] =
-    "SELECT pg_advisory_xact_lock_shared($1), pg_advisory_xact_lock($2)";
+    "SELECT pg_advisory_xact_lock_shared($1), "
+    "pg_advisory_xact_lock_shared($2), pg_advisory_xact_lock($3)";
 constexpr char kPostgresqlNextGeneration[] =
     "SELECT nextval('quantd_generations')";
 constexpr char kPostgresqlPing[] = "SELECT 1";
@@ -355,6 +357,11 @@ int64_t NameNumber(absl::string_view name) {
   return static_cast<int64_t>(XXH3_64bits(name.data(), name.size()));
 }
 
+// Of a model, which is no revision's.
+int64_t ModelNumber(absl::string_view model) {
+  return NameNumber(absl::StrCat(model, "\n"));
+}
+
 // Integers travel in network byte order.
 std::array<char, 8> ToNetwork(int64_t value) {
   std::array<char, 8> bytes;
@@ -471,6 +478,7 @@ class PostgresqlConnection final : public SqlConnection {
   absl::Status LockTensor(const EncodingKey& key) override;
   absl::Status LockRevisions(absl::string_view model,
                              std::vector<std::string> revisions) override;
+  absl::Status LockModel(absl::string_view model) override;
   absl::Status LockSource(const EncodingKey& key,
                           absl::string_view source) override;
   absl::Status LockName(absl::string_view name) override;
@@ -680,19 +688,31 @@ absl::Status PostgresqlConnection::LockTensor(const EncodingKey& key) {
   // The parts can't hold the separator. Names that collide wait for each other.
   const std::string revision = absl::StrCat(key.model, "\n", key.revision);
   const std::unique_ptr<SqlStatement> row = Prepare(kLockTensor);
-  row->BindInt(1, NameNumber(revision));
-  row->BindInt(2, NameNumber(absl::StrCat(revision, "\n", key.tensor)));
+  row->BindInt(1, ModelNumber(key.model));
+  row->BindInt(2, NameNumber(revision));
+  row->BindInt(3, NameNumber(absl::StrCat(revision, "\n", key.tensor)));
   return row->Step("cannot lock a tensor").status();
 }
 
 absl::Status PostgresqlConnection::LockRevisions(
     absl::string_view model, std::vector<std::string> revisions) {
   constexpr absl::string_view kWhat = "cannot lock a revision";
+  {
+    const std::unique_ptr<SqlStatement> row = Prepare(kShareName);
+    row->BindInt(1, ModelNumber(model));
+    if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
+  }
   for (const std::string& revision : revisions) {
     absl::Status status = LockName(absl::StrCat(model, "\n", revision), kWhat);
     if (!status.ok()) return status;
   }
   return absl::OkStatus();
+}
+
+absl::Status PostgresqlConnection::LockModel(absl::string_view model) {
+  const std::unique_ptr<SqlStatement> row = Prepare(kLockName);
+  row->BindInt(1, ModelNumber(model));
+  return row->Step("cannot lock a model").status();
 }
 
 absl::Status PostgresqlConnection::LockSource(const EncodingKey& key,

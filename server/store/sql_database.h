@@ -68,6 +68,11 @@ class SqlConnection {
   virtual absl::Status LockRevisions(absl::string_view model,
                                      std::vector<std::string> revisions) = 0;
 
+  // The same for a model with all of its revisions, however many: before their
+  // locks.
+  // Errors: STORE_UNAVAILABLE.
+  virtual absl::Status LockModel(absl::string_view model) = 0;
+
   // The same for one source of its statistics: before the tensor's lock.
   // Errors: STORE_UNAVAILABLE.
   virtual absl::Status LockSource(const EncodingKey& key,

@@ -1074,18 +1074,13 @@ absl::StatusOr<DeletedRows> SqlEncodingStore::DeleteModel(
     }
   };
   DeletedRows deleted;
-  const absl::Status overtaken = absl::AbortedError("overtaken");
   const auto remove = [&](SqlConnection& connection) -> absl::Status {
     deleted = {};
     SlotUsage change;
-    absl::StatusOr<std::vector<std::string>> revisions = list(connection);
-    if (!revisions.ok()) return revisions.status();
-    absl::Status status = connection.LockRevisions(model, *revisions);
+    absl::Status status = connection.LockModel(model);
     if (!status.ok()) return status;
-    absl::StatusOr<std::vector<std::string>> locked = list(connection);
-    if (!locked.ok()) return locked.status();
-    // Some may have come before the others were locked.
-    if (*locked != *revisions) return overtaken;
+    const absl::StatusOr<std::vector<std::string>> revisions = list(connection);
+    if (!revisions.ok()) return revisions.status();
     bool is_there = false;
     for (const std::string& revision : *revisions) {
       absl::StatusOr<bool> had_rows =
@@ -1097,11 +1092,7 @@ absl::StatusOr<DeletedRows> SqlEncodingStore::DeleteModel(
     status = connection.Announce();
     return status.ok() ? ChangeUsage(connection, model, change) : status;
   };
-  absl::Status status;
-  do {
-    status = database_->Write(remove);
-  } while (status == overtaken);
-  if (!status.ok()) return status;
+  if (absl::Status s = database_->Write(remove); !s.ok()) return s;
   return deleted;
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -470,17 +471,36 @@ absl::StatusOr<absl::optional<core::GramState::Parts>> ReadGramHeads(
   }
 }
 
-// A contribution in the transaction that writes it.
+// Between transactions, so that other processes that write a file come in.
+constexpr absl::Duration kStepPause = absl::Milliseconds(5);
+
+// A contribution over the transactions that write it: what they know of each
+// other.
+struct Attempt {
+  // `gram`  of the part; null if it has none.
+  explicit Attempt(const core::GramState::Parts* gram)
+      : gram(gram), writer(gram) {}
+
+  const core::GramState::Parts* const gram;
+  GramWriter writer;
+  // Where it began: where pieces are written, and the checksum of the row that
+  // was there, if any.
+  int64_t set_id = 0;
+  absl::optional<uint64_t> row_checksum;
+  // Nothing is left to write.
+  bool is_done = false;
+};
+
+// A contribution in a transaction that writes it.
 class Merger {
  public:
-  // `gram`  of the part; null if it has none.
   Merger(SqlConnection* connection, const ContributionKey& key,
-         const core::StatisticsState& part, const core::GramState::Parts* gram,
+         const core::StatisticsState& part, Attempt* attempt,
          double averaging_constant)
       : connection_(*connection),
         key_(key),
         part_(part),
-        gram_(gram),
+        attempt_(*attempt),
         averaging_constant_(averaging_constant) {}
 
   // Reads what the source has; answers whether the contribution is counted
@@ -505,7 +525,9 @@ class Merger {
 
   int64_t memory_bytes() const {
     return MergeMemoryBytes(part_.statistics, stored_bytes_) +
-           (had_gram_ || gram_ != nullptr ? WriteGramBytes(gram_) : 0) +
+           (had_gram_ || attempt_.gram != nullptr
+                ? WriteGramBytes(attempt_.gram)
+                : 0) +
            // As it is read and as it is written.
            2 * moments_bytes_before_ +
            (moments() != nullptr
@@ -513,21 +535,25 @@ class Merger {
                 : 0);
   }
 
-  // Writes the source's new pieces and row; false, and nothing is to be
-  // committed, where the row is not any more what was read.
+  // Writes the source's new pieces and row, and the attempt is done; or of a
+  // large Gram matrix the next pieces. False, and nothing is to be committed,
+  // where the source is not any more what it was.
   // Errors: STATISTICS_MISMATCH, STATISTICS_TOO_LARGE, QUOTA_EXCEEDED,
   // STORE_CORRUPT, STORE_UNAVAILABLE.
   absl::StatusOr<bool> Write(int64_t limit_bytes) {
-    absl::StatusOr<absl::optional<RowSet>> set =
-        FindRowSet(connection_, key_.tensor.model, key_.tensor.revision,
-                   RowKind::kStatistics);
-    if (!set.ok()) return set.status();
-    if (!set->has_value()) return false;
-    set_id_ = (*set)->id;
-    if (!before_.has_value()) return WriteFirst(limit_bytes);
-    absl::StatusOr<bool> written = WriteMerged(limit_bytes);
+    const absl::StatusOr<bool> begun = BeginGram();
+    if (!begun.ok() || !*begun) return begun;
+    absl::StatusOr<bool> written = true;
+    if (attempt_.writer.has_steps()) {
+      absl::Status status = attempt_.writer.Step(&connection_);
+      if (!status.ok()) written = status;
+    } else {
+      written = before_.has_value() ? WriteMerged(limit_bytes)
+                                    : WriteFirst(limit_bytes);
+      attempt_.is_done = true;
+    }
     // Who deletes the source meanwhile takes pieces away that were to be read.
-    if (absl::IsDataLoss(written.status()) &&
+    if (before_.has_value() && absl::IsDataLoss(written.status()) &&
         connection_.LockTensor(key_.tensor).ok() &&
         !IsUnchanged().value_or(true)) {
       return false;
@@ -536,6 +562,34 @@ class Merger {
   }
 
  private:
+  // False where the source is not any more what it was when the attempt began.
+  absl::StatusOr<bool> BeginGram() {
+    const absl::StatusOr<absl::optional<RowSet>> set =
+        FindRowSet(connection_, key_.tensor.model, key_.tensor.revision,
+                   RowKind::kStatistics);
+    if (!set.ok()) return set.status();
+    if (!set->has_value()) return false;
+    set_id_ = (*set)->id;
+    absl::optional<uint64_t> row_checksum;
+    if (before_.has_value()) row_checksum = before_checksum_;
+    if (attempt_.writer.has_begun()) {
+      return attempt_.set_id == set_id_ &&
+             attempt_.row_checksum == row_checksum;
+    }
+    attempt_.set_id = set_id_;
+    attempt_.row_checksum = row_checksum;
+    absl::optional<SourceVersion> before;
+    if (before_.has_value()) {
+      before.emplace(VersionOf(static_cast<uint64_t>(before_->sequence)));
+    }
+    absl::Status status =
+        attempt_.writer.Begin(&connection_, before, VersionOf(key_.sequence));
+    // Before all is written in vain.
+    if (status.ok() && attempt_.writer.has_steps()) status = CheckOthers();
+    if (!status.ok()) return status;
+    return true;
+  }
+
   static constexpr absl::string_view kWhat = "cannot contribute statistics";
 
   // Whether the row that was read is there, or none still, in the same set.
@@ -555,12 +609,12 @@ class Merger {
   }
 
   absl::Status CheckOtherGrams() {
-    if (gram_ == nullptr) return absl::OkStatus();
+    if (attempt_.gram == nullptr) return absl::OkStatus();
     absl::StatusOr<absl::optional<core::GramState::Parts>> other =
         ReadGramHeads(connection_, key_.tensor, key_.source);
     if (!other.ok()) return other.status();
     if (!other->has_value()) return absl::OkStatus();
-    return CheckGramHeads(**other, gram_head_);
+    return CheckGramHeads(**other, attempt_.writer.head());
   }
 
   const core::AxisMoments* moments() const {
@@ -717,11 +771,10 @@ class Merger {
     add(*moments_written);
     moments_end_ = moments_written->end_piece();
     absl::StatusOr<WrittenGram> gram_written =
-        WriteGram(&connection_, before, now, gram_);
+        attempt_.writer.Finish(&connection_);
     if (!gram_written.ok()) return gram_written.status();
     add(*gram_written);
     gram_end_ = gram_written->end_piece;
-    gram_head_ = std::move(gram_written->head);
     return absl::OkStatus();
   }
 
@@ -793,8 +846,12 @@ class Merger {
       row->BindInt(17, charged_bytes);
       if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
     }
-    if (absl::Status s = writer->DeleteOthers(moments_end_, gram_end_); !s.ok())
-      return s;
+    // As long as it takes to write them, it takes to free the sums before.
+    const int64_t others_end = attempt_.writer.is_staged()
+                                   ? kFirstGramPiece + 1
+                                   : std::numeric_limits<int64_t>::max();
+    status = writer->DeleteOthers(moments_end_, gram_end_, others_end);
+    if (!status.ok()) return status;
     status = CheckQuotas(connection_, account, replaced, charged_bytes);
     if (!status.ok()) return status;
     return true;
@@ -803,7 +860,7 @@ class Merger {
   SqlConnection& connection_;
   const ContributionKey& key_;
   const core::StatisticsState& part_;
-  const core::GramState::Parts* const gram_;
+  Attempt& attempt_;
   const double averaging_constant_;
   // Where pieces are written.
   int64_t set_id_ = 0;
@@ -813,8 +870,6 @@ class Merger {
   int64_t stored_bytes_ = 0;
   bool had_gram_ = false;
   int64_t moments_bytes_before_ = 0;
-  // The Gram matrix that was written, without its sums.
-  core::GramState::Parts gram_head_;
   // What moments and Gram matrix take that were written, and behind the last
   // piece of each.
   int64_t feature_bytes_ = 0;
@@ -844,7 +899,8 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
   bool has_set = false;
   // Mostly told without waiting for those that write.
   const auto look = [&](SqlConnection& connection) -> absl::Status {
-    Merger merger(&connection, key, part, nullptr, averaging_constant);
+    Attempt attempt(nullptr);
+    Merger merger(&connection, key, part, &attempt, averaging_constant);
     absl::StatusOr<bool> duplicate = is_duplicate(merger);
     if (!duplicate.ok() || *duplicate) return duplicate.status();
     const absl::StatusOr<absl::optional<RowSet>> set =
@@ -863,12 +919,13 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
     gram = part.gram->ToParts();
   }
   const absl::Status overtaken = absl::AbortedError("overtaken");
-  const auto write = [&](SqlConnection& connection) -> absl::Status {
+  const auto write = [&](SqlConnection& connection,
+                         Attempt* attempt) -> absl::Status {
     absl::Status status = connection.LockSource(key.tensor, key.source);
     if (!status.ok()) return status;
-    Merger merger(&connection, key, part, gram.has_value() ? &*gram : nullptr,
-                  averaging_constant);
+    Merger merger(&connection, key, part, attempt, averaging_constant);
     absl::StatusOr<bool> duplicate = is_duplicate(merger);
+    attempt->is_done = duplicate.ok() && *duplicate;
     if (!duplicate.ok() || *duplicate) return duplicate.status();
     if (absl::Status s = proceed(merger.memory_bytes()); !s.ok()) return s;
     absl::StatusOr<bool> written = merger.Write(limit_bytes_);
@@ -887,8 +944,15 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
     if (!has_set) {
       if (absl::Status s = database_->Write(add_set); !s.ok()) return s;
     }
-    status = database_->Write(write);
     has_set = false;
+    Attempt attempt(gram.has_value() ? &*gram : nullptr);
+    do {
+      if (attempt.writer.is_staged()) absl::SleepFor(kStepPause);
+      status = database_->Write([&](SqlConnection& connection) {
+        return write(connection, &attempt);
+      });
+    } while (status.ok() && !attempt.is_done);
+    if (attempt.writer.is_staged()) FreeStaged(key, attempt.set_id);
   } while (status == overtaken);
   if (!status.ok()) {
     // What was refused leaves no set behind that nobody is charged for.
@@ -897,6 +961,25 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
     return status;
   }
   return outcome;
+}
+
+void SqlStatisticsStore::FreeStaged(const ContributionKey& key,
+                                    int64_t set_id) {
+  const SourceVersion version{key.tensor, key.source,
+                              static_cast<int64_t>(key.sequence), set_id};
+  absl::StatusOr<int> count = 0;
+  const auto free = [&](SqlConnection& connection) -> absl::Status {
+    absl::Status status = connection.LockSource(key.tensor, key.source);
+    if (status.ok()) status = UnmarkPieces(&connection, version);
+    if (!status.ok()) return status;
+    count = FreeStatisticsPieces(&connection, set_id, key.tensor.tensor,
+                                 key.source, absl::InfinitePast());
+    return count.status();
+  };
+  // If not now, then StoreKeeper does.
+  do {
+    absl::SleepFor(kStepPause);
+  } while (database_->Write(free).ok() && *count == kPiecesPerTransaction);
 }
 
 absl::Status SqlStatisticsStore::ForEachSource(

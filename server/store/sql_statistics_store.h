@@ -22,7 +22,8 @@ namespace quantd::server {
 
 // A row per tensor and source, and its histograms in rows of their own. A
 // contribution is merged histogram by histogram in the transaction that writes
-// it: a few of them are in memory at a time. Rows carry checksums over all of
+// it: a few of them are in memory at a time. Most of a large Gram matrix is
+// written before that, in short transactions. Rows carry checksums over all of
 // them; one that fails is STORE_CORRUPT for its tensor, until its source is
 // deleted. Thread-safe.
 class SqlStatisticsStore : public StatisticsStore {
@@ -80,6 +81,10 @@ class SqlStatisticsStore : public StatisticsStore {
   absl::StatusOr<absl::optional<core::AxisMoments>> ReadMomentsOf(
       const EncodingKey& key, absl::string_view only,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed);
+
+  // In transactions of its own: frees what a contribution that took steps has
+  // replaced, or what it wrote in vain.
+  void FreeStaged(const ContributionKey& key, int64_t set_id);
 
   // Of all sources, or unless it is empty of one; `check` may refuse it.
   absl::Status Delete(const EncodingKey& key, absl::string_view source,

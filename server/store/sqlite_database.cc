@@ -299,6 +299,12 @@ absl::Status SqliteError(absl::string_view what, int code,
     case SQLITE_NOTADB:
       return core::StoreCorruptError(
           absl::StrCat(what, ": the database file is damaged"), detail);
+    case SQLITE_FULL:
+      return core::StoreUnavailableError(
+          absl::StrCat(what,
+                       ": the disk of the store is full; free space on it, "
+                       "which deleting from the store needs too"),
+          detail);
     default:
       return core::StoreUnavailableError(
           absl::StrCat(what, ": the database fails"), detail);
@@ -381,6 +387,21 @@ absl::StatusOr<std::unique_ptr<SqliteConnection>> SqliteConnection::Open(
 SqliteConnection::~SqliteConnection() {
   for (const auto& [sql, statement] : statements_) sqlite3_finalize(statement);
   sqlite3_close(db_);
+}
+
+// SQLite's own handler sleeps for up to 100 ms, and meets the end of another
+// process's transaction rarely where that begins one after the other.
+void SqliteConnection::SetBusyTimeout(int milliseconds) {
+  constexpr int kPollMs = 2;
+  busy_polls_ = milliseconds / kPollMs;
+  sqlite3_busy_handler(
+      db_,
+      [](void* polls, int count) {
+        if (count >= *static_cast<const int*>(polls)) return 0;
+        absl::SleepFor(absl::Milliseconds(kPollMs));
+        return 1;
+      },
+      &busy_polls_);
 }
 
 std::unique_ptr<SqlStatement> SqliteConnection::Prepare(const char* sql) {
@@ -575,8 +596,15 @@ absl::Status SqliteDatabase::Read(
 
 absl::Status SqliteDatabase::Write(
     absl::FunctionRef<absl::Status(SqlConnection&)> body) {
-  absl::MutexLock lock(&write_mutex_);
-  return WriteLocked(body);
+  const int64_t turn = next_turn_++;
+  const auto is_our_turn = [this, turn] {
+    write_mutex_.AssertHeld();
+    return turn == turn_;
+  };
+  absl::MutexLock lock(&write_mutex_, absl::Condition(&is_our_turn));
+  absl::Status status = WriteLocked(body);
+  ++turn_;
+  return status;
 }
 
 absl::Status SqliteDatabase::WriteLocked(

@@ -8,6 +8,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "core/errors.h"
 #include "server/wire/names.h"
 #include "server/wire/statistics_proto.h"
@@ -25,9 +27,42 @@ constexpr char kWriteStatisticsPiece[] =
     "DO UPDATE SET checksum = excluded.checksum, bytes = excluded.bytes";
 constexpr char kDeleteOthers[] =
     "DELETE FROM statistics_pieces WHERE set_id = $1 AND tensor = $2 "
-    "AND source = $3 AND (sequence <> $4 "
+    "AND source = $3 AND ((sequence = $4 AND (piece < 0 "
     "OR (piece >= $5 AND piece < 549755813888) "
-    "OR (piece >= $6 AND piece < 1099511627776) OR piece >= $7)";
+    "OR (piece >= $6 AND piece < 1099511627776) OR piece >= $7)) "
+    "OR (sequence <> $4 AND piece < $8))";
+constexpr char kNoteLost[] =
+    "INSERT INTO lost_statistics (set_id, tensor, source) VALUES ($1, $2, $3) "
+    "ON CONFLICT (set_id, tensor, source) DO NOTHING";
+constexpr char kUnmarkPieces[] =
+    "DELETE FROM statistics_pieces WHERE set_id = $1 AND tensor = $2 "
+    "AND source = $3 AND sequence = $4 AND piece = $5";
+// A mark has its time where other pieces have a checksum.
+#define QUANTD_NOT_BEING_WRITTEN                                         \
+  "NOT EXISTS (SELECT 1 FROM statistics_pieces AS marks "                \
+  "WHERE marks.set_id = $1 AND marks.tensor = $2 AND marks.source = $3 " \
+  "AND marks.piece = -1 AND marks.checksum > $4)"
+#define QUANTD_WITHOUT_ROW                             \
+  "FROM statistics_pieces AS pieces "                  \
+  "WHERE set_id = $1 AND tensor = $2 AND source = $3 " \
+  "AND NOT EXISTS (SELECT 1 FROM statistics "          \
+  "WHERE statistics.set_id = pieces.set_id "           \
+  "AND statistics.tensor = pieces.tensor "             \
+  "AND statistics.source = pieces.source "             \
+  "AND statistics.sequence = pieces.sequence)"
+constexpr char kFreeStatistics[] =
+    "DELETE FROM statistics_pieces WHERE set_id = $1 "
+    "AND tensor = $2 AND source = $3 AND " QUANTD_NOT_BEING_WRITTEN
+    " AND (sequence, piece) IN (SELECT sequence, piece " QUANTD_WITHOUT_ROW
+    " LIMIT 4) RETURNING piece";
+constexpr char kFreedStatistics[] =
+    "DELETE FROM lost_statistics WHERE set_id = $1 AND tensor = $2 "
+    "AND source = $3 AND NOT EXISTS (SELECT 1 " QUANTD_WITHOUT_ROW ")";
+#undef QUANTD_WITHOUT_ROW
+#undef QUANTD_NOT_BEING_WRITTEN
+static_assert(kPiecesPerTransaction == 4, "as in the statement");
+// Number of the piece that is a mark.
+constexpr int64_t kMark = -1;
 constexpr char kReadStatisticsPiece[] =
     "SELECT checksum, bytes FROM statistics_pieces WHERE set_id = $1 "
     "AND tensor = $2 AND source = $3 AND sequence = $4 AND piece = $5";
@@ -78,6 +113,62 @@ absl::StatusOr<uint64_t> WritePiece(SqlConnection* connection,
   return checksum;
 }
 
+absl::Status MarkPieces(SqlConnection* connection,
+                        const SourceVersion& version) {
+  {
+    const std::unique_ptr<SqlStatement> row =
+        connection->Prepare(kWriteStatisticsPiece);
+    Bind(version, kMark, row.get());
+    row->BindInt(6, absl::ToUnixMicros(absl::Now()));
+    row->BindBytes(7, "");
+    absl::Status status = row->Step(kCannotAddStatistics).status();
+    if (!status.ok()) return status;
+  }
+  const std::unique_ptr<SqlStatement> row = connection->Prepare(kNoteLost);
+  row->BindInt(1, version.set_id);
+  row->BindText(2, version.key.tensor);
+  row->BindText(3, version.source);
+  return row->Step(kCannotAddStatistics).status();
+}
+
+absl::Status UnmarkPieces(SqlConnection* connection,
+                          const SourceVersion& version) {
+  const std::unique_ptr<SqlStatement> row = connection->Prepare(kUnmarkPieces);
+  Bind(version, kMark, row.get());
+  return row->Step(kCannotAddStatistics).status();
+}
+
+absl::StatusOr<int> FreeStatisticsPieces(SqlConnection* connection,
+                                         int64_t set_id,
+                                         absl::string_view tensor,
+                                         absl::string_view source,
+                                         absl::Time abandoned_time) {
+  constexpr absl::string_view kWhat = "cannot free statistics";
+  const auto prepare = [&](const char* sql) {
+    std::unique_ptr<SqlStatement> row = connection->Prepare(sql);
+    row->BindInt(1, set_id);
+    row->BindText(2, tensor);
+    row->BindText(3, source);
+    return row;
+  };
+  int count = 0;
+  {
+    const std::unique_ptr<SqlStatement> row = prepare(kFreeStatistics);
+    row->BindInt(4, absl::ToUnixMicros(abandoned_time));
+    while (true) {
+      absl::StatusOr<bool> found = row->Step(kWhat);
+      if (!found.ok()) return found.status();
+      if (!*found) break;
+      ++count;
+    }
+  }
+  if (count < kPiecesPerTransaction) {
+    absl::Status status = prepare(kFreedStatistics)->Step(kWhat).status();
+    if (!status.ok()) return status;
+  }
+  return count;
+}
+
 std::unique_ptr<SqlStatement> SelectPiece(SqlConnection* connection,
                                           const SourceVersion& version,
                                           int64_t piece) {
@@ -113,11 +204,13 @@ absl::Status PieceWriter::Flush() {
   return piece_.histograms_size() > 0 ? WriteHistograms() : absl::OkStatus();
 }
 
-absl::Status PieceWriter::DeleteOthers(int64_t moments_end, int64_t gram_end) {
+absl::Status PieceWriter::DeleteOthers(int64_t moments_end, int64_t gram_end,
+                                       int64_t others_end) {
   const std::unique_ptr<SqlStatement> row = connection_->Prepare(kDeleteOthers);
   Bind(version_, count_, row.get());
   row->BindInt(6, moments_end);
   row->BindInt(7, gram_end);
+  row->BindInt(8, others_end);
   return row->Step(kCannotAddStatistics).status();
 }
 

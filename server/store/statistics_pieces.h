@@ -3,6 +3,10 @@
 // A source's message is the body of its row and then its pieces: a piece is the
 // message of some histograms, and messages that stand one after another are
 // one.
+//
+// Pieces hang on the sequence of the row that has them. A large Gram matrix is
+// written in several transactions before the row names its sequence: a mark,
+// which is a piece too, keeps the pieces from being freed until then.
 
 #ifndef QUANTD_SERVER_STORE_STATISTICS_PIECES_H_
 #define QUANTD_SERVER_STORE_STATISTICS_PIECES_H_
@@ -14,6 +18,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "core/statistics/histogram.h"
 #include "quantd/v1/statistics.pb.h"
 #include "server/store/encoding_store.h"
@@ -51,6 +56,29 @@ uint64_t PieceChecksum(const SourceVersion& version, int64_t piece,
 absl::StatusOr<uint64_t> WritePiece(SqlConnection* connection,
                                     const SourceVersion& version, int64_t piece,
                                     absl::string_view bytes);
+// Notes, with every transaction that writes pieces before their row, that they
+// are being written, and that they are to be freed should the row never come.
+// Errors: STORE_UNAVAILABLE, STORE_CORRUPT.
+absl::Status MarkPieces(SqlConnection* connection,
+                        const SourceVersion& version);
+// For pieces whose row won't come.
+// Errors: STORE_UNAVAILABLE, STORE_CORRUPT.
+absl::Status UnmarkPieces(SqlConnection* connection,
+                          const SourceVersion& version);
+
+// As many pieces as one transaction writes or frees; each has up to a MiB.
+constexpr int kPiecesPerTransaction = 4;
+
+// Frees so many pieces of a source that no row has, unless some of it are being
+// written and were marked after `abandoned_time`. Answers how many; fewer at
+// the end.
+// Errors: STORE_UNAVAILABLE, STORE_CORRUPT.
+absl::StatusOr<int> FreeStatisticsPieces(SqlConnection* connection,
+                                         int64_t set_id,
+                                         absl::string_view tensor,
+                                         absl::string_view source,
+                                         absl::Time abandoned_time);
+
 // What is there of a piece: a statement of its checksum and its bytes, which
 // Step has to find.
 std::unique_ptr<SqlStatement> SelectPiece(SqlConnection* connection,
@@ -87,9 +115,11 @@ class PieceWriter {
   absl::Status Add(const core::Histogram& histogram);
   // After the last.
   absl::Status Flush();
-  // Then: removes what other contributions have left. Pieces of moments and of
-  // the Gram matrix are kept before these numbers.
-  absl::Status DeleteOthers(int64_t moments_end, int64_t gram_end);
+  // Then: removes what other contributions have left, and the mark. Pieces of
+  // moments and of the Gram matrix are kept before these numbers; of other
+  // sequences, pieces from `others_end` on.
+  absl::Status DeleteOthers(int64_t moments_end, int64_t gram_end,
+                            int64_t others_end);
 
   // Of all pieces.
   int64_t size_bytes() const { return size_bytes_; }

@@ -16,6 +16,7 @@
 #include "server/store/encoding_pieces.h"
 #include "server/store/row_sets.h"
 #include "server/store/sql_usage.h"
+#include "server/store/statistics_pieces.h"
 
 namespace quantd::server {
 namespace {
@@ -41,26 +42,15 @@ constexpr char kFreePieces[] =
     "RETURNING piece";
 constexpr char kFreedContent[] =
     "DELETE FROM lost_contents WHERE content_id = $1";
+// But not of a source that is being written; see statistics_pieces.h.
 constexpr char kNextStatistics[] =
-    "SELECT set_id, tensor, source FROM lost_statistics LIMIT 1";
+    "SELECT set_id, tensor, source FROM lost_statistics AS lost "
+    "WHERE NOT EXISTS (SELECT 1 FROM statistics_pieces AS marks "
+    "WHERE marks.set_id = lost.set_id AND marks.tensor = lost.tensor "
+    "AND marks.source = lost.source AND marks.piece = -1 "
+    "AND marks.checksum > $1) LIMIT 1";
 constexpr char kRevisionOfSet[] =
     "SELECT model, revision FROM row_sets WHERE set_id = $1";
-// But not those of a row that was written since.
-constexpr char kFreeStatistics[] =
-    "DELETE FROM statistics_pieces WHERE set_id = $1 "
-    "AND tensor = $2 AND source = $3 AND (sequence, piece) IN ("
-    "SELECT sequence, piece FROM statistics_pieces AS pieces "
-    "WHERE set_id = $1 AND tensor = $2 AND source = $3 "
-    "AND NOT EXISTS (SELECT 1 FROM statistics "
-    "WHERE statistics.set_id = pieces.set_id "
-    "AND statistics.tensor = pieces.tensor "
-    "AND statistics.source = pieces.source "
-    "AND statistics.sequence = pieces.sequence) LIMIT 4) "
-    "RETURNING piece";
-constexpr char kFreedStatistics[] =
-    "DELETE FROM lost_statistics WHERE set_id = $1 AND tensor = $2 "
-    "AND source = $3";
-
 constexpr char kNextSet[] =
     "SELECT set_id FROM lost_sets WHERE set_id > $1 ORDER BY set_id LIMIT 1";
 // But not those of a set that a revision has.
@@ -138,12 +128,14 @@ absl::StatusOr<absl::optional<int>> FreeContent(SqlConnection& connection) {
 }
 
 // The same of statistics.
-absl::StatusOr<absl::optional<int>> FreeStatistics(SqlConnection& connection) {
+absl::StatusOr<absl::optional<int>> FreeStatistics(SqlConnection& connection,
+                                                   absl::Time abandoned_time) {
   int64_t set_id = 0;
   std::string tensor, source;
   {
     const std::unique_ptr<SqlStatement> row =
         connection.Prepare(kNextStatistics);
+    row->BindInt(1, absl::ToUnixMicros(abandoned_time));
     absl::StatusOr<bool> found = row->Step(kFreeWhat);
     if (!found.ok()) return found.status();
     if (!*found) return absl::optional<int>();
@@ -169,19 +161,9 @@ absl::StatusOr<absl::optional<int>> FreeStatistics(SqlConnection& connection) {
     if (status.ok()) status = connection.LockTensor(*key);
     if (!status.ok()) return status;
   }
-  const auto prepare = [&](const char* sql) {
-    std::unique_ptr<SqlStatement> row = connection.Prepare(sql);
-    row->BindInt(1, set_id);
-    row->BindText(2, tensor);
-    row->BindText(3, source);
-    return row;
-  };
-  absl::StatusOr<int> count = CountRows(prepare(kFreeStatistics).get());
+  const absl::StatusOr<int> count =
+      FreeStatisticsPieces(&connection, set_id, tensor, source, abandoned_time);
   if (!count.ok()) return count.status();
-  if (*count < 4) {
-    absl::Status status = prepare(kFreedStatistics)->Step(kFreeWhat).status();
-    if (!status.ok()) return status;
-  }
   return absl::optional<int>(*count);
 }
 
@@ -266,7 +248,8 @@ absl::StatusOr<bool> StoreKeeper::FreeStep(absl::Duration staged_age) {
     const absl::StatusOr<bool> lost = LoseStaged(connection, staged_age);
     if (!lost.ok() || *lost) return lost.status();
     // Sources lock others: one in a step.
-    absl::StatusOr<absl::optional<int>> freed = FreeStatistics(connection);
+    absl::StatusOr<absl::optional<int>> freed =
+        FreeStatistics(connection, absl::Now() - staged_age);
     if (!freed.ok() || freed->has_value()) return freed.status();
     // Contents without pieces take a step as well.
     for (int i = 0; i < kPiecesPerStep && count < kPiecesPerStep; ++i) {

@@ -5,12 +5,15 @@
 
 #include <cstdint>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "core/formats/number_format.h"
+#include "core/statistics/gram_state.h"
 #include "core/statistics/statistics_state.h"
 #include "core/statistics/tensor_statistics.h"
 #include "core/types/block_layout.h"
+#include "core/types/element_type.h"
 
 namespace quantd::testing {
 
@@ -31,6 +34,25 @@ inline core::StatisticsState MakeLargeState(uint32_t seed) {
                           static_cast<int64_t>(elements.size()),
                           reinterpret_cast<const uint8_t*>(elements.data()),
                           nullptr);
+  return state;
+}
+
+// A row of ones and the sums of its products; of 1,100 features and more, those
+// are more than a transaction writes.
+inline core::StatisticsState MakeStateWithGram(int64_t features) {
+  const std::vector<float> row(static_cast<size_t>(features), 1);
+  const auto* const bytes = reinterpret_cast<const uint8_t*>(row.data());
+  const auto layout = core::BlockLayout::Create({1, features}, {});
+  core::StatisticsState state;
+  state.shape = {1, features};
+  state.statistics = core::TensorStatistics(1, 7);
+  state.statistics.Update(*layout, core::ElementType::kFloat32, 0, features,
+                          bytes, nullptr);
+  core::GramState gram = *core::GramState::Create(
+      std::vector<int>(row.size(), -10), core::GramState::PartSize(features));
+  gram.Update(core::ElementType::kFloat32, 1, bytes, nullptr);
+  gram.Finish(nullptr);
+  state.gram = std::move(gram);
   return state;
 }
 

@@ -3,6 +3,7 @@
 //
 // QUANTD_STORE_FAULT_STEP is the distance from one n to the next; 1 tries all.
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sqlite3.h>
 
@@ -50,6 +51,7 @@ class FaultPlan {
   }
   void Lift() { left_ = 0; }
   bool hit() const { return hit_; }
+  bool is_full() const { return fault_.write_code == SQLITE_FULL; }
 
   // The code that a call ends with; SQLITE_OK for none of ours.
   int OnWrite() { return Next() ? fault_.write_code : SQLITE_OK; }
@@ -266,6 +268,10 @@ class Life {
     if (status.ok()) return true;
     EXPECT_EQ(core::ErrorReason(status), "STORE_UNAVAILABLE") << status;
     EXPECT_TRUE(plan().hit()) << status;
+    if (plan().is_full()) {
+      EXPECT_THAT(std::string(status.message()),
+                  ::testing::HasSubstr("free space on it"));
+    }
     return false;
   }
 

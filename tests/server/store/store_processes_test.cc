@@ -194,19 +194,24 @@ TEST_P(StoreProcessesTest, KillingLosesAndTearsNothing) {
   }
 }
 
-// Contributions that take several rows each, over one source.
+// Contributions that take several rows each, or several transactions, over one
+// source.
 TEST_P(StoreProcessesTest, KillingCountsEachContributionOnce) {
   const int64_t kills = testing::Count("QUANTD_STORE_KILLS", 10);
-  const core::StatisticsState part = testing::MakeLargeState(1);
-  uint64_t sequence = 0;
+  const core::StatisticsState parts[] = {testing::MakeLargeState(1),
+                                         testing::MakeStateWithGram(1200)};
+  uint64_t sequences[2] = {};
   for (int64_t round = 0; round < kills; ++round) {
+    const core::StatisticsState& part = parts[round % 2];
+    uint64_t& sequence = sequences[round % 2];
+    const EncodingKey key{"model", "revision", absl::StrCat(round % 2)};
     int64_t acknowledged = 0;
     KillDuring(
         [&](auto acknowledge) {
           const std::unique_ptr<SqlStatisticsStore> own = OpenStatistics();
           if (own == nullptr) return 2;
           for (uint64_t i = sequence + 1;; ++i) {
-            if (!own->Contribute({key_, "source", i}, part, 1).ok()) return 3;
+            if (!own->Contribute({key, "source", i}, part, 1).ok()) return 3;
             if (!acknowledge(static_cast<int64_t>(i))) return 4;
           }
         },
@@ -215,7 +220,7 @@ TEST_P(StoreProcessesTest, KillingCountsEachContributionOnce) {
 
     const std::unique_ptr<SqlStatisticsStore> store = OpenStatistics();
     ASSERT_NE(store, nullptr);
-    const absl::StatusOr<StoredStatistics> got = store->GetStatistics(key_);
+    const absl::StatusOr<StoredStatistics> got = store->GetStatistics(key);
     ASSERT_TRUE(got.ok()) << got.status();
     // The one that was under way when the child died may be there or not.
     sequence = got->sources[0].sequence;
@@ -224,8 +229,15 @@ TEST_P(StoreProcessesTest, KillingCountsEachContributionOnce) {
         << sequence << " after " << acknowledged;
     EXPECT_EQ(got->state.statistics.counts().total,
               static_cast<int64_t>(sequence) * part.statistics.counts().total);
-    EXPECT_EQ(got->state.statistics.histograms()[3].count(),
-              sequence * part.statistics.histograms()[3].count());
+    EXPECT_EQ(got->state.statistics.histograms().back().count(),
+              sequence * part.statistics.histograms().back().count());
+    if (!part.gram.has_value()) continue;
+    const auto gram = store->ReadGram(
+        key, [](int64_t /*memory*/) { return absl::OkStatus(); });
+    ASSERT_TRUE(gram.ok() && gram->has_value()) << gram.status();
+    EXPECT_EQ((*gram)->ToParts().rows, sequence);
+    EXPECT_EQ((*gram)->ToParts().code_sums.front(),
+              sequence * part.gram->ToParts().code_sums.front());
   }
 }
 

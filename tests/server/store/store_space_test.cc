@@ -21,11 +21,15 @@
 #include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "core/parallel/steady_clock.h"
+#include "core/statistics/gram_state.h"
+#include "core/statistics/statistics_state.h"
 #include "core/types/encoding.h"
 #include "server/store/encoding_store.h"
+#include "server/store/gram_pieces.h"
 #include "server/store/sql_database.h"
 #include "server/store/sql_encoding_store.h"
 #include "server/store/sql_statistics_store.h"
+#include "server/store/statistics_pieces.h"
 #include "server/store/store_check.h"
 #include "server/store/store_keeper.h"
 #include "tests/server/store/large_state.h"
@@ -84,6 +88,23 @@ class StoreSpaceTest : public ::testing::TestWithParam<Backend> {
     return count;
   }
   int64_t Pieces() { return CountOf("SELECT COUNT(*) FROM encoding_pieces"); }
+
+  int64_t StatisticsPieces() {
+    return CountOf("SELECT COUNT(*) FROM statistics_pieces");
+  }
+  // Of the Gram matrix of states that have one row each, all the same.
+  int64_t GramRows(const EncodingKey& key) {
+    const auto gram = statistics_.ReadGram(
+        key, [](int64_t /*memory*/) { return absl::OkStatus(); });
+    EXPECT_TRUE(gram.ok()) << gram.status();
+    if (!gram.ok() || !gram->has_value()) return 0;
+    const core::GramState::Parts parts = (*gram)->ToParts();
+    const int64_t sum = parts.code_sums.front();
+    EXPECT_EQ(parts.code_sums,
+              std::vector<int64_t>(parts.code_sums.size(), sum));
+    EXPECT_GT(sum, 0);
+    return parts.rows;
+  }
 
   // Answers how many steps it took.
   int FreeAll(absl::Duration staged_age,
@@ -397,6 +418,166 @@ TEST_P(StoreSpaceTest, LargeRevisionsGoAtOnceAndAreFreedInSteps) {
     EXPECT_EQ(CountOf(sql), 0) << sql;
   }
   ExpectSound();
+}
+
+TEST_P(StoreSpaceTest, AGramMatrixIsWrittenInStepsWhileOthersWrite) {
+  const core::StatisticsState state =
+      testing::MakeStateWithGram(testing::Count("QUANTD_STORE_FEATURES", 1500));
+  const EncodingKey key{"m", "main", "a"};
+  int64_t one = 0;
+  {
+    const OtherCaller other(sql_, "contributions");
+    const OtherCaller neighbour(database_.Open(), "contributions elsewhere");
+    for (uint64_t sequence = 1; sequence <= 3; ++sequence) {
+      const absl::StatusOr<ContributionOutcome> outcome =
+          statistics_.Contribute({key, "s", sequence}, state, 1);
+      ASSERT_TRUE(outcome.ok()) << outcome.status();
+      EXPECT_FALSE(outcome->duplicate);
+      // What it replaced is gone with it.
+      if (sequence == 1) one = StatisticsPieces();
+      EXPECT_EQ(StatisticsPieces(), one);
+    }
+  }
+  EXPECT_EQ(GramRows(key), 3);
+  ExpectSound();
+}
+
+TEST_P(StoreSpaceTest, AContributionThatIsGoneLeavesNothing) {
+  const core::StatisticsState state = testing::MakeStateWithGram(1500);
+  const core::GramState::Parts gram = state.gram->ToParts();
+  const EncodingKey key{"m", "main", "a"};
+  ASSERT_TRUE(statistics_.Contribute({key, "s", 1}, state, 1).ok());
+  const int64_t one = StatisticsPieces();
+  const SourceVersion before{key, "s", 1,
+                             CountOf("SELECT set_id FROM statistics")};
+  const SourceVersion now{key, "s", 2, before.set_id};
+  // As one does that ends in between.
+  const auto step = [&](GramWriter* writer,
+                        const core::GramState::Parts& part) {
+    const auto write = [&](SqlConnection& connection) {
+      absl::Status status = writer->Begin(&connection, before, now);
+      EXPECT_TRUE(writer->has_steps());
+      return status.ok() ? writer->Step(&connection) : status;
+    };
+    const absl::Status status = sql_->Write(write);
+    ASSERT_TRUE(status.ok()) << status;
+    EXPECT_EQ(StatisticsPieces(), one + kPiecesPerTransaction + 1);
+  };
+  for (const bool comes_again : {false, true}) {
+    GramWriter writer(&gram);
+    step(&writer, gram);
+    ExpectSound();
+    EXPECT_EQ(GramRows(key), 1);
+    // It may go on.
+    FreeAll(kAge);
+    EXPECT_EQ(StatisticsPieces(), one + kPiecesPerTransaction + 1);
+    if (comes_again) {
+      ASSERT_TRUE(statistics_.Contribute({key, "s", 2}, state, 1).ok());
+      EXPECT_EQ(GramRows(key), 2);
+    } else {
+      FreeAll(-kAge);
+    }
+    EXPECT_EQ(StatisticsPieces(), one);
+    EXPECT_EQ(CountOf("SELECT COUNT(*) FROM lost_statistics"), 0);
+    ExpectSound();
+  }
+}
+
+TEST_P(StoreSpaceTest, ContributionsOfOneSequenceDoNotMix) {
+  const core::StatisticsState state = testing::MakeStateWithGram(1500);
+  const core::GramState::Parts gram = state.gram->ToParts();
+  core::GramState::Parts other = gram;
+  other.code_sums[0] += 1;
+  const EncodingKey key{"m", "main", "a"};
+  ASSERT_TRUE(statistics_.Contribute({key, "s", 1}, state, 1).ok());
+  const SourceVersion before{key, "s", 1,
+                             CountOf("SELECT set_id FROM statistics")};
+  GramWriter first(&gram), second(&other);
+  const auto write = [&](SqlConnection& connection) {
+    absl::Status status;
+    for (GramWriter* writer : {&first, &second}) {
+      status = writer->Begin(&connection, before, {key, "s", 2, before.set_id});
+      if (status.ok()) status = writer->Step(&connection);
+      if (!status.ok()) return status;
+    }
+    EXPECT_EQ(core::ErrorReason(first.Finish(&connection).status()),
+              "STORE_UNAVAILABLE");
+    return second.Finish(&connection).status();
+  };
+  const absl::Status status = sql_->Write(write);
+  EXPECT_TRUE(status.ok()) << status;
+}
+
+TEST_P(StoreSpaceTest, ARefusedContributionLeavesNothing) {
+  const core::StatisticsState state = testing::MakeStateWithGram(1500);
+  const EncodingKey key{"m", "main", "a"};
+  for (const uint64_t sequence : {1, 2}) {
+    const int64_t pieces = StatisticsPieces();
+    int asked = 0;
+    const auto proceed = [&](int64_t /*memory*/) {
+      return ++asked < 3 ? absl::OkStatus() : core::DrainingError();
+    };
+    EXPECT_EQ(core::ErrorReason(
+                  statistics_.Merge({key, "s", sequence}, state, 1, proceed)
+                      .status()),
+              "DRAINING");
+    // Once for the state in memory, and at each transaction.
+    EXPECT_EQ(asked, 3);
+    EXPECT_EQ(StatisticsPieces(), pieces);
+    ASSERT_TRUE(statistics_.Contribute({key, "s", sequence}, state, 1).ok());
+    EXPECT_EQ(GramRows(key), sequence);
+    ExpectSound();
+  }
+}
+
+TEST_P(StoreSpaceTest, AGramMatrixIsWrittenWhileItsSourceIsDeleted) {
+  const core::StatisticsState state = testing::MakeStateWithGram(1500);
+  const EncodingKey key{"m", "main", "a"};
+  std::atomic<bool> is_done = false;
+  std::thread deleting([&] {
+    SqlStatisticsStore other(database_.Open(), 64 << 20);
+    StoreKeeper keeper(database_.Open());
+    while (!is_done) {
+      const absl::Status status = other.DeleteStatistics(key, "");
+      EXPECT_TRUE(status.ok() || absl::IsNotFound(status)) << status;
+      EXPECT_TRUE(keeper.FreeStep(kAge).ok());
+      absl::SleepFor(10 * kPause);
+    }
+  });
+  for (uint64_t sequence = 1; sequence <= 10; ++sequence) {
+    const absl::StatusOr<ContributionOutcome> outcome =
+        statistics_.Contribute({key, "s", sequence}, state, 1);
+    EXPECT_TRUE(outcome.ok()) << outcome.status();
+  }
+  is_done = true;
+  deleting.join();
+  const int64_t rows = CountOf("SELECT COUNT(*) FROM statistics");
+  if (rows > 0) {
+    EXPECT_GE(GramRows(key), 1);
+    EXPECT_TRUE(statistics_.DeleteStatistics(key, "").ok());
+  }
+  FreeAll(kAge);
+  EXPECT_EQ(StatisticsPieces(), 0);
+  ExpectSound();
+}
+
+// PostgreSQL can't lock each of them.
+TEST_P(StoreSpaceTest, AModelOfManyRevisionsIsDeleted) {
+  ASSERT_TRUE(encodings_.Put({"m", "main", "a"}, MakeSmall(), {}).ok());
+  constexpr char kAddRevisions[] =
+      "WITH RECURSIVE numbers (number) AS ("
+      "SELECT 1 UNION ALL SELECT number + 1 FROM numbers WHERE number < 20000) "
+      "INSERT INTO row_sets (model, revision, kind, set_id, generation, "
+      "update_time_us, checksum) SELECT 'm', 'r' || number, 0, "
+      "1000000 + number, 0, 0, 0 FROM numbers";
+  const absl::Status added = sql_->Write([&](SqlConnection& connection) {
+    return connection.Prepare(kAddRevisions)->Step("cannot add").status();
+  });
+  ASSERT_TRUE(added.ok()) << added;
+  const absl::StatusOr<DeletedRows> deleted = encodings_.DeleteModel("m");
+  ASSERT_TRUE(deleted.ok()) << deleted.status();
+  EXPECT_EQ(deleted->encoding_count, 1);
+  EXPECT_EQ(CountOf("SELECT COUNT(*) FROM row_sets"), 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Stores, StoreSpaceTest,
