@@ -135,7 +135,10 @@ class EncodingCall
     });
     if (status.ok()) return;
     if (!IsLowPriority(kind)) return End(std::move(status));
-    Schedule(StepKind::kQuantum, [this, status] { End(status); });
+    const core::ThreadPool::GroupScope scope(group());
+    server::Schedule(
+        env_, StepKind::kQuantum,
+        [self = shared_from_this(), status] { self->End(status); });
   }
   void TakeRequest(bool more);
   absl::Status ParseRequest();
