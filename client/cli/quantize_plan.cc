@@ -509,13 +509,17 @@ bool IsIgnored(const QuantizeOptions& options, const QuantizePlan& plan,
 }
 
 // Whether a tensor that is selected can be no weight of a Linear, which is all
-// that a scheme is about. Stacks of experts are weights of several. Gives way
-// to whoever names the tensor.
+// that vLLM has quantized layers for. Stacks of experts are weights of several.
+// Gives way to whoever names the tensor.
 bool IsNoLinear(const QuantizeOptions& options, const SpecSet& specs,
                 const files::FileTensor& tensor) {
-  return !options.scheme.empty() && !IsNamed(options, specs, tensor.name) &&
-         (tensor.shape.size() != 2 || ModuleOf(tensor.name).empty()) &&
-         !absl::StrContains(tensor.name, ".experts.");
+  if (!options.IsCompressed() || IsNamed(options, specs, tensor.name)) {
+    return false;
+  }
+  if (absl::StrContains(tensor.name, ".experts.")) {
+    return absl::EndsWith(tensor.name, "bias");
+  }
+  return tensor.shape.size() != 2 || ModuleOf(tensor.name).empty();
 }
 
 // Each pattern of --ignore leaves out a module, and they do not leave out all:

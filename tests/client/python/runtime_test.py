@@ -622,7 +622,14 @@ def test_ExpertsWithBiasesAreRefused(tmp_path, quantctl):
              "--no-store")
 
 
-def test_ASchemeTakesTheWeightsOfLinears(tmp_path, quantctl):
+def write_mixture(folder, spec, arrays):
+    path = folder / "mixture.txt"
+    path.write_text("".join(f"{name}={spec}\n" for name in arrays))
+    return f"@{path}"
+
+
+@pytest.mark.parametrize("which", ["scheme", "spec", "mixture"])
+def test_OnlyTheWeightsOfLinearsAreTaken(tmp_path, quantctl, which):
     source = tmp_path / "plain"
     source.mkdir()
     (source / "config.json").write_text("{}")
@@ -630,14 +637,20 @@ def test_ASchemeTakesTheWeightsOfLinears(tmp_path, quantctl):
     others = {
         "visual.patch_embed.proj.weight": np.ones((8, 3, 2, 4, 4), np.float32),
         "layers.0.mixer.conv1d.weight": np.ones((64, 1, 4), np.float32),
-        "layers.0.mixer.A_log": matrix, "pos_embed": matrix[None]}
+        "layers.0.mixer.A_log": matrix, "pos_embed": matrix[None],
+        "layers.0.mlp.experts.down_proj_bias": matrix}
     embeddings = {
         "visual.pos_embed.weight": matrix, "shared.weight": matrix,
         "encoder.0.attention.relative_attention_bias.weight": matrix,
         "token_embedding.weight": matrix}
-    quantd.save(source / "model.safetensors", {
-        "layers.0.mixer.in_proj.weight": matrix, **others, **embeddings})
-    flags = ("--scheme", "W8A8", "--no-store")
+    arrays = {"layers.0.mixer.in_proj.weight": matrix, **others, **embeddings}
+    quantd.save(source / "model.safetensors", arrays)
+    spec = "int8:per-channel"
+    flags = ["--no-store", *{
+        "scheme": ("--scheme", "W8A8"), "spec": ("--spec", spec),
+        "mixture": ("--spec", write_mixture(tmp_path, spec, arrays))}[which]]
+    if which != "scheme":
+        flags += ["--layout", "compressed-tensors"]
     report = quantctl("quantize", source, "-o", tmp_path / "out", *flags,
                       "--json")
     assert report["quantized_count"] == 1
@@ -648,9 +661,10 @@ def test_ASchemeTakesTheWeightsOfLinears(tmp_path, quantctl):
     for name, value in (others | embeddings).items():
         np.testing.assert_array_equal(tensors[name], value)
     # Somebody who names one gets it.
-    said = quantctl("quantize", source, "-o", tmp_path / "named", *flags,
-                    "--spec", "*conv1d.weight=int4", code=1)
-    assert "conv1d.weight" in said
+    for name in "conv1d.weight", "A_log":
+        said = quantctl("quantize", source, "-o", tmp_path / name, "--spec",
+                        f"*{name}=int4", *flags, code=1)
+        assert name in said
 
 
 def test_ANormBehindTheProjectionIsWhatIsCached(tmp_path, quantctl, client):
