@@ -355,9 +355,10 @@ absl::Status FindBlocks(const QuantizeOptions& options,
 }
 
 // Modules that lose much where they are quantized, or that no runtime has
-// kernels for: the head, embeddings and routers, and what vLLM takes for a
-// plain torch.nn.Linear, as the projections in front of layers that predict
-// further tokens.
+// kernels for: the head, embeddings and routers, and what vLLM builds without
+// quantization, as the projections in front of layers that predict further
+// tokens, those that merge patches (Mistral 3), and those of an indexer's keys
+// and weights (DeepSeek V3.2), which it fuses.
 constexpr absl::string_view kIgnoredModules[] = {"lm_head",
                                                  "*.lm_head",
                                                  "head",
@@ -366,6 +367,9 @@ constexpr absl::string_view kIgnoredModules[] = {"lm_head",
                                                  "*.eh_proj",
                                                  "*.mtp_linear_proj",
                                                  "*.mtp_layers.*.input_proj",
+                                                 "*patch_merger.merging_layer",
+                                                 "*.indexer.wk",
+                                                 "*.indexer.weights_proj",
                                                  "embed",
                                                  "*.embed",
                                                  "embed_in",
@@ -404,6 +408,15 @@ bool IsOfMamba1(const QuantizePlan& plan, absl::string_view module) {
     }
   }
   return false;
+}
+
+// Whether the module is in the vision tower of Llama 4, or projects what comes
+// out of it: vLLM builds both without quantization. Those of other models,
+// which it quantizes, have the names too, but a convolution of patches.
+bool IsOfLlama4Vision(const QuantizePlan& plan, absl::string_view module) {
+  return (absl::StartsWith(module, "vision_model.") ||
+          module == "multi_modal_projector.linear_1") &&
+         plan.Find("vision_model.patch_embedding.linear.weight") != nullptr;
 }
 
 // The linear layers of GPT-2 and its kin, whose weights lie [in, out].
@@ -505,7 +518,8 @@ bool IsIgnored(const QuantizeOptions& options, const QuantizePlan& plan,
   const absl::string_view module = ModuleOf(tensor.name);
   if (options.has_ignore) return MatchesAny(options.ignore, module);
   return !IsNamed(options, plan.specs, tensor.name) &&
-         (MatchesAny(kIgnoredModules, module) || IsOfMamba1(plan, module));
+         (MatchesAny(kIgnoredModules, module) || IsOfMamba1(plan, module) ||
+          IsOfLlama4Vision(plan, module));
 }
 
 // Whether a tensor that is selected can be no weight of a Linear, which is all

@@ -1004,6 +1004,35 @@ def test_WhatVllmHasNoQuantizedLayersForStays(tmp_path, quantctl):
     assert "backbone.layers.0.mixer.x_proj" not in report["ignored"]
 
 
+LLAMA4_VISION = ["vision_model.patch_embedding.linear",
+                 "vision_model.model.layers.0.self_attn.q_proj",
+                 "vision_model.vision_adapter.mlp.fc1",
+                 "multi_modal_projector.linear_1"]
+
+
+@pytest.mark.parametrize("kept, taken", [
+    (LLAMA4_VISION, ["language_model.model.layers.0.self_attn.q_proj"]),
+    # Of other models vLLM quantizes modules of these names.
+    ([], LLAMA4_VISION[1:]),
+    (["multi_modal_projector.patch_merger.merging_layer"],
+     ["multi_modal_projector.linear_1", "multi_modal_projector.linear_2"]),
+    (["patch_merger.merging_layer"], ["vision_language_adapter.w_in"]),
+    (["model.layers.0.self_attn.indexer.weights_proj",
+      "model.layers.0.self_attn.indexer.wk"],
+     ["model.layers.0.self_attn.indexer.wq_b"])])
+def test_WhatVllmBuildsWithoutQuantizationStays(tmp_path, quantctl, kept,
+                                                taken):
+    source = write_modules(tmp_path / "model", dict.fromkeys(
+        kept + taken, (32, 64)))
+    report = quantctl("quantize", source, "-o", tmp_path / "out", "--scheme",
+                      "W8A8", "--no-store", "--json")
+    assert sorted(report["ignored"]) == sorted(kept)
+    config = check_config(tmp_path / "out")
+    assert sorted(config["ignore"]) == sorted(kept)
+    (group,) = config["config_groups"].values()
+    assert sorted(group["targets"]) == sorted(taken)
+
+
 def test_WeightsOfConv1dStay(tmp_path, quantctl):
     conv1d = {"h.0.attn.c_attn": (64, 192), "h.0.attn.c_proj": (64, 64),
               "h.0.mlp.c_fc": (64, 256), "h.0.mlp.c_proj": (256, 64)}
