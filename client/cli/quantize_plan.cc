@@ -453,66 +453,13 @@ bool MatchesAnyOf(absl::string_view pattern,
                      });
 }
 
-// What names of weights have that llama.cpp does not quantize either: norms,
-// routers, positions, token types, small matrices, and what its kernels take as
-// floats.
-constexpr absl::string_view kIgnoredInGguf[] = {"_norm.weight",
-                                                "ffn_gate_inp.weight",
-                                                "altup",
-                                                "laurel",
-                                                "per_layer_model_proj",
-                                                "position_embd",
-                                                "token_types.weight",
-                                                "ssm_conv1d",
-                                                "shortconv.conv.weight",
-                                                "indexer.k_proj.weight",
-                                                "indexer.q_proj.weight",
-                                                "time_mix_first.weight",
-                                                "time_mix_w0.weight",
-                                                "time_mix_w1.weight",
-                                                "time_mix_w2.weight",
-                                                "time_mix_v0.weight",
-                                                "time_mix_v1.weight",
-                                                "time_mix_v2.weight",
-                                                "time_mix_a0.weight",
-                                                "time_mix_a1.weight",
-                                                "time_mix_a2.weight",
-                                                "time_mix_g1.weight",
-                                                "time_mix_g2.weight",
-                                                "time_mix_decay_w1.weight",
-                                                "time_mix_decay_w2.weight",
-                                                "time_mix_lerp_fused.weight",
-                                                "attn_rel_b.weight",
-                                                "sam.pos_embd",
-                                                "sam.neck.",
-                                                "sam.net_",
-                                                ".rel_pos",
-                                                ".patch_embd",
-                                                ".patch_merger",
-                                                "a.rvq.codebook",
-                                                "mm.a.code_embd"};
-
-// Whether llama.cpp leaves a tensor as it is: one that is no weight, one of
-// those above, or a vector. It does not count leading dimensions of 1.
-bool IsIgnoredInGguf(const TensorFilter& filter,
-                     const files::FileTensor& tensor) {
-  const auto first =
-      absl::c_find_if(tensor.shape, [](int64_t size) { return size != 1; });
-  return !absl::EndsWith(tensor.name, "weight") ||
-         absl::c_any_of(kIgnoredInGguf,
-                        [&tensor](absl::string_view part) {
-                          return absl::StrContains(tensor.name, part);
-                        }) ||
-         (!filter.all && tensor.shape.end() - first < filter.min_rank);
-}
-
 // Whether a tensor that is selected stays as it is. The defaults give way to
 // whoever names the tensor.
 bool IsIgnored(const QuantizeOptions& options, const QuantizePlan& plan,
                const files::FileTensor& tensor) {
   if (options.IsGguf()) {
     return !IsNamed(options, plan.specs, tensor.name) &&
-           IsIgnoredInGguf(options.filter, tensor);
+           IsLeftInGguf(options.filter, tensor);
   }
   if (!options.IsCompressed()) return false;
   const absl::string_view module = ModuleOf(tensor.name);
