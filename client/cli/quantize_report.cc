@@ -485,8 +485,14 @@ class RunReport {
       session_.PrintError(absl::StrCat(
           "quantctl: warning: vLLM has no kernels for the weights and inputs "
           "of ",
-          CountText(plan_.no_kernels_count),
-          " modules; see --scheme for what it has"));
+          CountText(plan_.no_kernels_count), " modules",
+          plan_.packable_count == 0
+              ? "; see --scheme for what it has"
+              : absl::StrCat(
+                    "; with --layout pack-quantized it has them for ",
+                    CountText(plan_.packable_count),
+                    ", and with --activations dynamic where all weights are "
+                    "int8:per-channel")));
     }
   }
 

@@ -4,6 +4,7 @@ weights."""
 
 import json
 import os
+import re
 import shutil
 
 import numpy as np
@@ -853,6 +854,35 @@ def test_WhatNoRuntimeHasKernelsForIsSaid(tmp_path, quantctl, flags, warns):
     said = quantctl("quantize", MODEL, "-o", tmp_path / "out", "--no-store",
                     "--include", "*up_proj.weight", *flags)
     assert ("no kernels" in said) == warns
+
+
+def test_WhatPackingGivesKernelsForIsSaid(tmp_path, quantctl):
+    mixture = tmp_path / "mixture.txt"
+    modules = [f"model.layers.{n}.{name}_proj" for n in (0, 1)
+               for name in ("in", "out")]
+    source = write_modules(tmp_path / "model", dict.fromkeys(modules,
+                                                             (32, 128)))
+    quantctl("sweep", source, "--spec", "int8:per-channel", "--spec",
+             "int4:group:128", "--max-bits-per-element", 6, "-o", mixture)
+    chosen = re.findall("=(int.)", mixture.read_text())
+    assert set(chosen) == {"int8", "int4"}
+
+    def said(layout, *flags):
+        return quantctl("quantize", source, "-o", tmp_path / "out", "--force",
+                        "--restart", "--no-store", "--layout", layout, *flags)
+
+    of_mixture = ("--spec", f"@{mixture}")
+    count = chosen.count("int8")
+    assert (f"no kernels for the weights and inputs of {count} modules; with "
+            f"--layout pack-quantized it has them for {count}, and with "
+            "--activations dynamic where all weights are int8:per-channel"
+            ) in said("compressed-tensors", *of_mixture)
+    assert "no kernels" not in said("pack-quantized", *of_mixture)
+    of_bytes = ("--spec", "int8:per-channel", "--activations", "dynamic")
+    assert "no kernels" not in said("compressed-tensors", *of_bytes)
+    # Packing helps no floats.
+    assert "4 modules; see --scheme for what it has" in said(
+        "compressed-tensors", "--spec", "float8_e4m3fn:group:64")
 
 
 def test_EightBitsAlonePack(tmp_path, quantctl):
