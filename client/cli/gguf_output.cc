@@ -8,12 +8,15 @@
 #include <string>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "client/cli/tensor_options.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
@@ -62,6 +65,45 @@ struct BlockRow {
   uint32_t file_type;
 };
 constexpr BlockRow kBlockRows[] = {{"q6_K", 18}, {"q5_K", 16}, {"q4_K", 14}};
+
+// What names of weights have that llama.cpp does not quantize either: norms,
+// routers, positions, token types, small matrices, and what its kernels take as
+// floats.
+constexpr absl::string_view kLeftInGguf[] = {"_norm.weight",
+                                             "ffn_gate_inp.weight",
+                                             "altup",
+                                             "laurel",
+                                             "per_layer_model_proj",
+                                             "position_embd",
+                                             "token_types.weight",
+                                             "ssm_conv1d",
+                                             "shortconv.conv.weight",
+                                             "indexer.k_proj.weight",
+                                             "indexer.q_proj.weight",
+                                             "time_mix_first.weight",
+                                             "time_mix_w0.weight",
+                                             "time_mix_w1.weight",
+                                             "time_mix_w2.weight",
+                                             "time_mix_v0.weight",
+                                             "time_mix_v1.weight",
+                                             "time_mix_v2.weight",
+                                             "time_mix_a0.weight",
+                                             "time_mix_a1.weight",
+                                             "time_mix_a2.weight",
+                                             "time_mix_g1.weight",
+                                             "time_mix_g2.weight",
+                                             "time_mix_decay_w1.weight",
+                                             "time_mix_decay_w2.weight",
+                                             "time_mix_lerp_fused.weight",
+                                             "attn_rel_b.weight",
+                                             "sam.pos_embd",
+                                             "sam.neck.",
+                                             "sam.net_",
+                                             ".rel_pos",
+                                             ".patch_embd",
+                                             ".patch_merger",
+                                             "a.rvq.codebook",
+                                             "mm.a.code_embd"};
 
 const Row* FindRow(absl::string_view type) {
   for (const Row& row : kRows) {
@@ -122,6 +164,17 @@ absl::StatusOr<files::GgufEntry> GgufEntryOf(const std::string& path,
   const absl::Status status = files::CheckGgufEntry(path, entry);
   if (!status.ok()) return status;
   return entry;
+}
+
+bool IsLeftInGguf(const TensorFilter& filter, const files::FileTensor& tensor) {
+  const auto first =
+      absl::c_find_if(tensor.shape, [](int64_t size) { return size != 1; });
+  return !absl::EndsWith(tensor.name, "weight") ||
+         absl::c_any_of(kLeftInGguf,
+                        [&tensor](absl::string_view part) {
+                          return absl::StrContains(tensor.name, part);
+                        }) ||
+         (!filter.all && tensor.shape.end() - first < filter.min_rank);
 }
 
 std::string GgufSpecs() {

@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "client/cli/tensor_options.h"
 #include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
 #include "client/files/gguf_builder.h"
@@ -31,6 +32,11 @@ absl::StatusOr<files::GgufEntry> GgufEntryOf(const std::string& path,
                                              const TensorInput& input,
                                              const files::FileTensor& tensor,
                                              const EncodingSpec* spec);
+
+// Whether llama.cpp leaves a tensor as it is: one that is no weight, a norm, a
+// router, a small matrix or what its kernels take as floats, or a vector,
+// unless the filter takes all ranks. It does not count leading dimensions of 1.
+bool IsLeftInGguf(const TensorFilter& filter, const files::FileTensor& tensor);
 
 // The types that quantctl makes itself, and the specs that have one.
 std::string GgufSpecs();

@@ -122,7 +122,9 @@ const Option* AddTensorOptions(Command* command, QuantizeOptions* options) {
       ->AddOption("--nan-policy", &options->nan_policy, "",
                   "What becomes of NaN: the code of 0, or of the lowest "
                   "number; reject fails a tensor with NaN or an infinity. By "
-                  "default the format's code of NaN, or else that of 0")
+                  "default the format's code of NaN, or else that of 0. With "
+                  "the formats of MX, all elements of a block with NaN or an "
+                  "infinity become NaN, unless rejected")
       ->OneOf({"zero-point", "qmin", "reject"});
   AddRoundingOptions(command, options);
   AddImportanceOption(command, &options->importance);

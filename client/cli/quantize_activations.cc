@@ -301,20 +301,30 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
   for (const std::unique_ptr<Shard>& shard : plan->shards) {
     for (const files::FileTensor* const tensor : shard->selected) {
       ModuleInputs& inputs = plan->inputs[tensor->name];
+      const auto plan_of = [&](bool packs_all) {
+        return CompressedModel(packs_all).PlanOf(
+            tensor->name, tensor->shape,
+            ExpectedEncoding(plan->SpecOf(*tensor), tensor->shape));
+      };
       const absl::StatusOr<CompressedPlan> planned =
-          CompressedModel(options.PacksAll())
-              .PlanOf(tensor->name, tensor->shape,
-                      ExpectedEncoding(plan->SpecOf(*tensor), tensor->shape));
+          plan_of(options.PacksAll());
       // It fails later, with that error.
       if (!planned.ok()) continue;
       absl::StatusOr<Json> arguments =
           InputArguments(*choice, planned->module["weights"]);
       if (!arguments.ok()) return arguments.status();
       inputs.arguments = *std::move(arguments);
-      if (!HasKernels(planned->module, inputs.arguments) ||
-          (!ExpertsOf(tensor->name).empty() &&
-           !HasExpertKernels(planned->module, inputs.arguments))) {
+      const auto has_kernels = [&](const Json& module) {
+        return HasKernels(module, inputs.arguments) &&
+               (ExpertsOf(tensor->name).empty() ||
+                HasExpertKernels(module, inputs.arguments));
+      };
+      if (!has_kernels(planned->module)) {
         ++plan->no_kernels_count;
+        const absl::StatusOr<CompressedPlan> packed =
+            plan_of(/*packs_all=*/true);
+        plan->packable_count +=
+            packed.ok() && has_kernels(packed->module) ? 1 : 0;
       }
       if (TakesStored(inputs.arguments)) {
         const std::string input =

@@ -355,9 +355,10 @@ absl::Status FindBlocks(const QuantizeOptions& options,
 }
 
 // Modules that lose much where they are quantized, or that no runtime has
-// kernels for: the head, embeddings and routers, and what vLLM takes for a
-// plain torch.nn.Linear, as the projections in front of layers that predict
-// further tokens.
+// kernels for: the head, embeddings and routers, and what vLLM builds without
+// quantization, as the projections in front of layers that predict further
+// tokens, those that merge patches (Mistral 3), and those of an indexer's keys
+// and weights (DeepSeek V3.2), which it fuses.
 constexpr absl::string_view kIgnoredModules[] = {"lm_head",
                                                  "*.lm_head",
                                                  "head",
@@ -366,6 +367,9 @@ constexpr absl::string_view kIgnoredModules[] = {"lm_head",
                                                  "*.eh_proj",
                                                  "*.mtp_linear_proj",
                                                  "*.mtp_layers.*.input_proj",
+                                                 "*patch_merger.merging_layer",
+                                                 "*.indexer.wk",
+                                                 "*.indexer.weights_proj",
                                                  "embed",
                                                  "*.embed",
                                                  "embed_in",
@@ -406,6 +410,15 @@ bool IsOfMamba1(const QuantizePlan& plan, absl::string_view module) {
   return false;
 }
 
+// Whether the module is in the vision tower of Llama 4, or projects what comes
+// out of it: vLLM builds both without quantization. Those of other models,
+// which it quantizes, have the names too, but a convolution of patches.
+bool IsOfLlama4Vision(const QuantizePlan& plan, absl::string_view module) {
+  return (absl::StartsWith(module, "vision_model.") ||
+          module == "multi_modal_projector.linear_1") &&
+         plan.Find("vision_model.patch_embedding.linear.weight") != nullptr;
+}
+
 // The linear layers of GPT-2 and its kin, whose weights lie [in, out].
 constexpr absl::string_view kConv1dModules[] = {".c_attn", ".q_attn", ".c_proj",
                                                 ".c_fc", ".c_fc2"};
@@ -440,82 +453,34 @@ bool MatchesAnyOf(absl::string_view pattern,
                      });
 }
 
-// What names of weights have that llama.cpp does not quantize either: norms,
-// routers, positions, token types, small matrices, and what its kernels take as
-// floats.
-constexpr absl::string_view kIgnoredInGguf[] = {"_norm.weight",
-                                                "ffn_gate_inp.weight",
-                                                "altup",
-                                                "laurel",
-                                                "per_layer_model_proj",
-                                                "position_embd",
-                                                "token_types.weight",
-                                                "ssm_conv1d",
-                                                "shortconv.conv.weight",
-                                                "indexer.k_proj.weight",
-                                                "indexer.q_proj.weight",
-                                                "time_mix_first.weight",
-                                                "time_mix_w0.weight",
-                                                "time_mix_w1.weight",
-                                                "time_mix_w2.weight",
-                                                "time_mix_v0.weight",
-                                                "time_mix_v1.weight",
-                                                "time_mix_v2.weight",
-                                                "time_mix_a0.weight",
-                                                "time_mix_a1.weight",
-                                                "time_mix_a2.weight",
-                                                "time_mix_g1.weight",
-                                                "time_mix_g2.weight",
-                                                "time_mix_decay_w1.weight",
-                                                "time_mix_decay_w2.weight",
-                                                "time_mix_lerp_fused.weight",
-                                                "attn_rel_b.weight",
-                                                "sam.pos_embd",
-                                                "sam.neck.",
-                                                "sam.net_",
-                                                ".rel_pos",
-                                                ".patch_embd",
-                                                ".patch_merger",
-                                                "a.rvq.codebook",
-                                                "mm.a.code_embd"};
-
-// Whether llama.cpp leaves a tensor as it is: one that is no weight, one of
-// those above, or a vector. It does not count leading dimensions of 1.
-bool IsIgnoredInGguf(const TensorFilter& filter,
-                     const files::FileTensor& tensor) {
-  const auto first =
-      absl::c_find_if(tensor.shape, [](int64_t size) { return size != 1; });
-  return !absl::EndsWith(tensor.name, "weight") ||
-         absl::c_any_of(kIgnoredInGguf,
-                        [&tensor](absl::string_view part) {
-                          return absl::StrContains(tensor.name, part);
-                        }) ||
-         (!filter.all && tensor.shape.end() - first < filter.min_rank);
-}
-
 // Whether a tensor that is selected stays as it is. The defaults give way to
 // whoever names the tensor.
 bool IsIgnored(const QuantizeOptions& options, const QuantizePlan& plan,
                const files::FileTensor& tensor) {
   if (options.IsGguf()) {
     return !IsNamed(options, plan.specs, tensor.name) &&
-           IsIgnoredInGguf(options.filter, tensor);
+           IsLeftInGguf(options.filter, tensor);
   }
   if (!options.IsCompressed()) return false;
   const absl::string_view module = ModuleOf(tensor.name);
   if (options.has_ignore) return MatchesAny(options.ignore, module);
   return !IsNamed(options, plan.specs, tensor.name) &&
-         (MatchesAny(kIgnoredModules, module) || IsOfMamba1(plan, module));
+         (MatchesAny(kIgnoredModules, module) || IsOfMamba1(plan, module) ||
+          IsOfLlama4Vision(plan, module));
 }
 
 // Whether a tensor that is selected can be no weight of a Linear, which is all
-// that a scheme is about. Stacks of experts are weights of several. Gives way
-// to whoever names the tensor.
+// that vLLM has quantized layers for. Stacks of experts are weights of several.
+// Gives way to whoever names the tensor.
 bool IsNoLinear(const QuantizeOptions& options, const SpecSet& specs,
                 const files::FileTensor& tensor) {
-  return !options.scheme.empty() && !IsNamed(options, specs, tensor.name) &&
-         (tensor.shape.size() != 2 || ModuleOf(tensor.name).empty()) &&
-         !absl::StrContains(tensor.name, ".experts.");
+  if (!options.IsCompressed() || IsNamed(options, specs, tensor.name)) {
+    return false;
+  }
+  if (absl::StrContains(tensor.name, ".experts.")) {
+    return absl::EndsWith(tensor.name, "bias");
+  }
+  return tensor.shape.size() != 2 || ModuleOf(tensor.name).empty();
 }
 
 // Each pattern of --ignore leaves out a module, and they do not leave out all:

@@ -99,8 +99,11 @@ struct QuantizePlan {
   std::vector<std::string> no_linear;
   // ... those that are, as they lie [in, out], ...
   std::vector<std::string> conv1d;
-  // ... and how many have weights and inputs that no runtime has kernels for.
+  // ... and how many have weights and inputs that no runtime has kernels for,
+  // ...
   uint64_t no_kernels_count = 0;
+  // ... unless all that can be is packed.
+  uint64_t packable_count = 0;
   // TieGroup::label of fused tensors whose rows are no whole blocks.
   std::vector<std::string> ragged;
   // With `part`, the tensors of this part.

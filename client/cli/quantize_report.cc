@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
@@ -348,6 +349,13 @@ class RunReport {
         "\n");
   }
 
+  // What becomes of other elements too.
+  static absl::string_view LostBlocksText(const Outcome& outcome) {
+    return absl::StartsWith(outcome.format, "mx")
+               ? ": all elements of their blocks become NaN"
+               : "";
+  }
+
   // Codes do not say that there was something else.
   void PrintNotFinite() {
     std::vector<std::string> notes;
@@ -358,7 +366,7 @@ class RunReport {
         notes.push_back(absl::StrCat("quantctl: tensor ", tensor.name, " has ",
                                      CountText(outcome.nan_count), " NaN and ",
                                      CountText(outcome.infinity_count),
-                                     " infinities"));
+                                     " infinities", LostBlocksText(outcome)));
       }
     }
     PrintNotes(notes, &session_);
@@ -485,8 +493,14 @@ class RunReport {
       session_.PrintError(absl::StrCat(
           "quantctl: warning: vLLM has no kernels for the weights and inputs "
           "of ",
-          CountText(plan_.no_kernels_count),
-          " modules; see --scheme for what it has"));
+          CountText(plan_.no_kernels_count), " modules",
+          plan_.packable_count == 0
+              ? "; see --scheme for what it has"
+              : absl::StrCat(
+                    "; with --layout pack-quantized it has them for ",
+                    CountText(plan_.packable_count),
+                    ", and with --activations dynamic where all weights are "
+                    "int8:per-channel")));
     }
   }
 

@@ -9,11 +9,13 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "client/cli/gguf_output.h"
 #include "client/cli/importance_options.h"
 #include "client/cli/output.h"
 #include "client/cli/plain_input.h"
@@ -29,6 +31,7 @@
 #include "client/cpp/errors.h"
 #include "client/files/dtype.h"
 #include "client/files/safetensors.h"
+#include "client/models/gguf_blocks.h"
 #include "client/models/model_importance.h"
 #include "client/models/model_sweep.h"
 #include "client/models/spec_syntax.h"
@@ -69,9 +72,11 @@ class FileSweeper {
     status = TakeOutputs(*input);
     if (!status.ok()) return FailEarly(status, &session_);
     ReportUnread(*input, options_.filter, &session_);
-    const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
+    absl::StatusOr<std::vector<const files::FileTensor*>> taken =
         SelectMeasurable(*input, options_.filter, nullptr, &session_);
     if (!taken.ok()) return session_.FailUsage(taken.status());
+    status = IgnoreInGguf(*specs, &*taken);
+    if (!status.ok()) return session_.FailUsage(status);
     const absl::StatusOr<std::vector<TieGroup>> ties =
         FindFileTies(options_.ties, /*matters=*/true, *taken);
     if (!ties.ok()) return session_.FailUsage(ties.status());
@@ -136,6 +141,43 @@ class FileSweeper {
                          BudgetNumber(budget), " twice"));
       }
       outputs_.push_back(output.path);
+    }
+    return absl::OkStatus();
+  }
+
+  // With a spec of GGUF alone leaves out what `quantize -o OUT.gguf` leaves as
+  // it is: a mixture has no spec for rows without whole blocks.
+  absl::Status IgnoreInGguf(const std::vector<SpecTemplate>& specs,
+                            std::vector<const files::FileTensor*>* taken) {
+    const auto spec = absl::c_find_if(specs, [](const SpecTemplate& candidate) {
+      return !candidate.gguf_type.empty();
+    });
+    if (spec == specs.end()) return absl::OkStatus();
+    std::vector<const files::FileTensor*> measured;
+    for (const files::FileTensor* const tensor : *taken) {
+      const bool is_named = absl::c_any_of(
+          options_.filter.include, [tensor](const std::string& pattern) {
+            return MatchesGlob(pattern, tensor->name);
+          });
+      if (is_named || (!IsLeftInGguf(options_.filter, *tensor) &&
+                       BlockTypeFor(*spec, tensor->shape) != nullptr)) {
+        measured.push_back(tensor);
+      } else {
+        ignored_.push_back(tensor->name);
+      }
+    }
+    if (measured.empty()) {
+      return ArgumentInvalidError(absl::StrCat(
+          "expected tensors that quantize -o OUT.gguf quantizes, got none "
+          "among ",
+          taken->size(), ", such as ", ignored_[0], "; --include takes them"));
+    }
+    *taken = std::move(measured);
+    if (!ignored_.empty() && !session_.quiet) {
+      session_.PrintError(absl::StrCat(
+          "quantctl: left out, as quantize -o OUT.gguf leaves them as they "
+          "are: ",
+          NamesText(ignored_), "; --include takes them"));
     }
     return absl::OkStatus();
   }
@@ -252,6 +294,7 @@ class FileSweeper {
       }
       session_.PrintJson({{"input", options_.input},
                           {"retries", session_.retries()},
+                          {"ignored", ignored_},
                           {"tensors", tensors_},
                           {"totals", specs_.TotalsJson(totals)},
                           {"mixtures", std::move(list)}});
@@ -282,6 +325,8 @@ class FileSweeper {
   const std::vector<Budget> budgets_;
   // By budget; empty when nothing is written.
   std::vector<std::string> outputs_;
+  // Tensors that a .gguf file has as they are.
+  std::vector<std::string> ignored_;
   ModelSweep sweep_;
   Json tensors_ = Json::array();
   Table table_;

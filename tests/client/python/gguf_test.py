@@ -754,14 +754,45 @@ def test_WhatKQuantsCannotHoldIsNotMeasured(quantctl, tmp_path):
                          for name, weight in weights.items()})
     for command in ("sweep", "evaluate"):
         said = quantctl(command, source, "--spec", "q4_K", "--spec", "int8",
-                        code=1)
+                        "--include", "*", code=1)
         assert "a multiple of 32 elements for q4_K, got 40" in said
         assert "element 259 is inf" in said
     document = json.loads(quantctl("sweep", source, "--spec", "q4_K", "--spec",
-                                   "int8", "--json", code=1))
+                                   "int8", "--include", "*", "--json", code=1))
     for name in weights:
         found = measured_by(document, name)
         assert "error" in found["q4_K"] and found["int8"]["size_bytes"] > 0
+
+
+def test_ASweepLeavesOutWhatGgufHasAsItIs(quantctl, tmp_path):
+    source, mixture = tmp_path / "x.safetensors", tmp_path / "mixture.txt"
+    rng = np.random.default_rng(6)
+    ignored = {"blk.0.ssm_conv1d.weight": (256, 4), "blk.0.ssm_a": (1, 256),
+               "blk.0.odd.weight": (256, 40)}
+    taken = {"blk.0.a.weight": (8, 256), "blk.0.b.weight": (8, 96)}
+    quantd.save(source, {name: rng.standard_normal(shape, np.float32)
+                         for name, shape in {**ignored, **taken}.items()})
+    sweep = ("sweep", source, "--spec", "q4_K", "--spec", "q8_0",
+             "--max-bits-per-element", "8.5")
+    said = quantctl(*sweep, "-o", mixture)
+    assert ("left out, as quantize -o OUT.gguf leaves them as they are: "
+            f"{', '.join(ignored)}; --include takes them") in said
+    assert {line.split("=")[0] for line in mixture.read_text().splitlines()
+            } == set(taken)
+    document = json.loads(quantctl(*sweep, "--json", "--quiet"))
+    assert sorted(document["ignored"]) == sorted(ignored)
+    path = tmp_path / "q.gguf"
+    quantctl(*NOWHERE, "quantize", source, "-o", path, "--spec", f"@{mixture}")
+    (chosen,) = document["mixtures"]
+    tensors = _files.open_file(str(path)).tensors
+    assert sum(tensors[name].data.nbytes for name in taken) == (
+        chosen["size_bytes"])
+    # Other outputs have them.
+    assert "left out" not in quantctl("sweep", source, "--spec", "int8")
+    assert "expected tensors that quantize -o OUT.gguf quantizes" in quantctl(
+        *sweep, "--exclude", "*.?.weight", code=2)
+    assert "a multiple of 32 elements" in quantctl(
+        *sweep, "--include", "*odd*", code=1)
 
 
 def test_RowsWithoutWholeBlocksBecomeWhatLlamaCppTakes(quantctl, tmp_path):

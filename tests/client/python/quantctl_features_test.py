@@ -164,6 +164,29 @@ def test_without_finite_elements_there_is_no_error_at_the_output(
     assert quantctl(*flags).count("n/a") == 3
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("policy", [(), ("--nan-policy", "zero-point"),
+                                    ("--nan-policy", "qmin")])
+def test_what_is_not_finite_takes_its_block_of_mx_along(tmp_path, quantctl,
+                                                        value, policy):
+    source, path = tmp_path / "x.safetensors", tmp_path / "q.safetensors"
+    weight = np.ones((2, 64), np.float32)
+    weight[1, 40] = value
+    quantd.save(source, {"w": weight})
+    for spec in "mxfp8_e4m3", "mxint8", "int8:group:32":
+        said = quantctl("quantize", source, "-o", path, "--force", "--spec",
+                        spec, *policy)
+        is_mx = spec.startswith("mx")
+        assert " infinities" in said
+        assert ("all elements of their blocks become NaN" in said) == is_mx
+        restored = quantd.load(path)["w"].dequantize()
+        assert np.isnan(restored[1, 32:]).all() == is_mx
+        assert np.isfinite(restored).sum() == (96 if is_mx else 128)
+    said = quantctl("quantize", source, "-o", tmp_path / "none.safetensors",
+                    "--spec", "mxfp8_e4m3", "--nan-policy", "reject", code=1)
+    assert "NON_FINITE_REJECTED" in said
+
+
 def test_inputs_that_are_not_there_are_told(tmp_path, quantctl, digits):
     del digits
     flags = ("evaluate", WEIGHTS, "--spec", "int4")

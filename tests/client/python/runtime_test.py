@@ -4,6 +4,7 @@ weights."""
 
 import json
 import os
+import re
 import shutil
 
 import numpy as np
@@ -622,7 +623,14 @@ def test_ExpertsWithBiasesAreRefused(tmp_path, quantctl):
              "--no-store")
 
 
-def test_ASchemeTakesTheWeightsOfLinears(tmp_path, quantctl):
+def write_mixture(folder, spec, arrays):
+    path = folder / "mixture.txt"
+    path.write_text("".join(f"{name}={spec}\n" for name in arrays))
+    return f"@{path}"
+
+
+@pytest.mark.parametrize("which", ["scheme", "spec", "mixture"])
+def test_OnlyTheWeightsOfLinearsAreTaken(tmp_path, quantctl, which):
     source = tmp_path / "plain"
     source.mkdir()
     (source / "config.json").write_text("{}")
@@ -630,14 +638,20 @@ def test_ASchemeTakesTheWeightsOfLinears(tmp_path, quantctl):
     others = {
         "visual.patch_embed.proj.weight": np.ones((8, 3, 2, 4, 4), np.float32),
         "layers.0.mixer.conv1d.weight": np.ones((64, 1, 4), np.float32),
-        "layers.0.mixer.A_log": matrix, "pos_embed": matrix[None]}
+        "layers.0.mixer.A_log": matrix, "pos_embed": matrix[None],
+        "layers.0.mlp.experts.down_proj_bias": matrix}
     embeddings = {
         "visual.pos_embed.weight": matrix, "shared.weight": matrix,
         "encoder.0.attention.relative_attention_bias.weight": matrix,
         "token_embedding.weight": matrix}
-    quantd.save(source / "model.safetensors", {
-        "layers.0.mixer.in_proj.weight": matrix, **others, **embeddings})
-    flags = ("--scheme", "W8A8", "--no-store")
+    arrays = {"layers.0.mixer.in_proj.weight": matrix, **others, **embeddings}
+    quantd.save(source / "model.safetensors", arrays)
+    spec = "int8:per-channel"
+    flags = ["--no-store", *{
+        "scheme": ("--scheme", "W8A8"), "spec": ("--spec", spec),
+        "mixture": ("--spec", write_mixture(tmp_path, spec, arrays))}[which]]
+    if which != "scheme":
+        flags += ["--layout", "compressed-tensors"]
     report = quantctl("quantize", source, "-o", tmp_path / "out", *flags,
                       "--json")
     assert report["quantized_count"] == 1
@@ -648,9 +662,10 @@ def test_ASchemeTakesTheWeightsOfLinears(tmp_path, quantctl):
     for name, value in (others | embeddings).items():
         np.testing.assert_array_equal(tensors[name], value)
     # Somebody who names one gets it.
-    said = quantctl("quantize", source, "-o", tmp_path / "named", *flags,
-                    "--spec", "*conv1d.weight=int4", code=1)
-    assert "conv1d.weight" in said
+    for name in "conv1d.weight", "A_log":
+        said = quantctl("quantize", source, "-o", tmp_path / name, "--spec",
+                        f"*{name}=int4", *flags, code=1)
+        assert name in said
 
 
 def test_ANormBehindTheProjectionIsWhatIsCached(tmp_path, quantctl, client):
@@ -841,6 +856,35 @@ def test_WhatNoRuntimeHasKernelsForIsSaid(tmp_path, quantctl, flags, warns):
     assert ("no kernels" in said) == warns
 
 
+def test_WhatPackingGivesKernelsForIsSaid(tmp_path, quantctl):
+    mixture = tmp_path / "mixture.txt"
+    modules = [f"model.layers.{n}.{name}_proj" for n in (0, 1)
+               for name in ("in", "out")]
+    source = write_modules(tmp_path / "model", dict.fromkeys(modules,
+                                                             (32, 128)))
+    quantctl("sweep", source, "--spec", "int8:per-channel", "--spec",
+             "int4:group:128", "--max-bits-per-element", 6, "-o", mixture)
+    chosen = re.findall("=(int.)", mixture.read_text())
+    assert set(chosen) == {"int8", "int4"}
+
+    def said(layout, *flags):
+        return quantctl("quantize", source, "-o", tmp_path / "out", "--force",
+                        "--restart", "--no-store", "--layout", layout, *flags)
+
+    of_mixture = ("--spec", f"@{mixture}")
+    count = chosen.count("int8")
+    assert (f"no kernels for the weights and inputs of {count} modules; with "
+            f"--layout pack-quantized it has them for {count}, and with "
+            "--activations dynamic where all weights are int8:per-channel"
+            ) in said("compressed-tensors", *of_mixture)
+    assert "no kernels" not in said("pack-quantized", *of_mixture)
+    of_bytes = ("--spec", "int8:per-channel", "--activations", "dynamic")
+    assert "no kernels" not in said("compressed-tensors", *of_bytes)
+    # Packing helps no floats.
+    assert "4 modules; see --scheme for what it has" in said(
+        "compressed-tensors", "--spec", "float8_e4m3fn:group:64")
+
+
 def test_EightBitsAlonePack(tmp_path, quantctl):
     folder = quantized(tmp_path, quantctl, "--scheme", "W8A16", "--layout",
                        "compressed-tensors")
@@ -988,6 +1032,35 @@ def test_WhatVllmHasNoQuantizedLayersForStays(tmp_path, quantctl):
     report = quantctl("quantize", source, "-o", tmp_path / "named", *flags,
                       "--json", "--spec", "*mixer.x_proj*=int8:per-channel")
     assert "backbone.layers.0.mixer.x_proj" not in report["ignored"]
+
+
+LLAMA4_VISION = ["vision_model.patch_embedding.linear",
+                 "vision_model.model.layers.0.self_attn.q_proj",
+                 "vision_model.vision_adapter.mlp.fc1",
+                 "multi_modal_projector.linear_1"]
+
+
+@pytest.mark.parametrize("kept, taken", [
+    (LLAMA4_VISION, ["language_model.model.layers.0.self_attn.q_proj"]),
+    # Of other models vLLM quantizes modules of these names.
+    ([], LLAMA4_VISION[1:]),
+    (["multi_modal_projector.patch_merger.merging_layer"],
+     ["multi_modal_projector.linear_1", "multi_modal_projector.linear_2"]),
+    (["patch_merger.merging_layer"], ["vision_language_adapter.w_in"]),
+    (["model.layers.0.self_attn.indexer.weights_proj",
+      "model.layers.0.self_attn.indexer.wk"],
+     ["model.layers.0.self_attn.indexer.wq_b"])])
+def test_WhatVllmBuildsWithoutQuantizationStays(tmp_path, quantctl, kept,
+                                                taken):
+    source = write_modules(tmp_path / "model", dict.fromkeys(
+        kept + taken, (32, 64)))
+    report = quantctl("quantize", source, "-o", tmp_path / "out", "--scheme",
+                      "W8A8", "--no-store", "--json")
+    assert sorted(report["ignored"]) == sorted(kept)
+    config = check_config(tmp_path / "out")
+    assert sorted(config["ignore"]) == sorted(kept)
+    (group,) = config["config_groups"].values()
+    assert sorted(group["targets"]) == sorted(taken)
 
 
 def test_WeightsOfConv1dStay(tmp_path, quantctl):

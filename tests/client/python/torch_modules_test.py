@@ -144,6 +144,15 @@ def test_WhatIsNotFiniteIsWarnedOf(client):
         "quantd: tensor '1.weight' has 8 NaN and 0 infinities",
         "quantd: tensor '2.weight': 4 elements are infinite: their type is "
         "too narrow for what the codes stand for"]
+    blocks = torch.nn.Linear(64, 1, bias=False)
+    with torch.no_grad():
+        blocks.weight[0, 3] = math.inf
+    with pytest.warns(RuntimeWarning) as told:
+        quantd.torch.quantize_(blocks, "mxfp8_e4m3", client=client)
+    assert [str(one.message) for one in told] == [
+        "quantd: tensor 'weight' has 0 NaN and 1 infinities: all elements of "
+        "their blocks become NaN"]
+    assert blocks.weight.isnan().sum() == 32
     first, second, third = done.replaced
     assert (first.nan_count, first.infinity_count) == (2, 1)
     assert math.isfinite(first.sqnr_db)

@@ -168,7 +168,7 @@ class ReplacedWeight(Tabular):
         without any error, nan without any of them.
     rounding: "compensated" for the output of its layer, or "nearest".
     nan_count, infinity_count: elements that most codes do not stand for.
-    overflow_count: finite elements that are none any more: the type of the
+    overflow_count: finite elements that became infinite: the type of the
         weight is too narrow for what their codes stand for.
     importance: whether it weighed the errors in the search for scales.
     """
@@ -290,8 +290,10 @@ def quantize_(model: torch.nn.Module, specs: Sources, *, client: Client,
         if row.nan_count or row.infinity_count:
             warnings.warn(
                 f"quantd: tensor {row.name!r} has {row.nan_count} NaN and "
-                f"{row.infinity_count} infinities", RuntimeWarning,
-                stacklevel=2)
+                f"{row.infinity_count} infinities" + (
+                    ": all elements of their blocks become NaN"
+                    if row.format.startswith("mx") else ""),
+                RuntimeWarning, stacklevel=2)
         if row.overflow_count:
             warnings.warn(
                 f"quantd: tensor {row.name!r}: {row.overflow_count} elements "
@@ -393,14 +395,14 @@ def _size(tensor: torch.Tensor) -> int:
 
 def _errors(reference: torch.Tensor, test: torch.Tensor
             ) -> tuple[float, int]:
-    """The SQNR, and how many finite elements are none any more."""
+    """The SQNR, and how many finite elements became infinite."""
     signal = noise = 0.0
     count = overflow_count = 0
     for x, y in zip(reference.detach().reshape(-1).split(_PIECE),
                     test.reshape(-1).split(_PIECE)):
         x, y = x.cpu().double(), y.cpu().double()
         is_finite = x.isfinite() & y.isfinite()
-        overflow_count += int((x.isfinite() & ~is_finite).sum())
+        overflow_count += int((x.isfinite() & y.isinf()).sum())
         x, y = x[is_finite], y[is_finite]
         count += x.numel()
         signal += float(x.square().sum())

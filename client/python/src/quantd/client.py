@@ -227,7 +227,9 @@ class Client:
             an EncodingSpec), an Encoding, or an EncodingReference to one that
             the service has.
         store: keep the encoding that was given or computed under `name`.
-        nan_policy: "zero_point" (the default), "reject" or "qmin".
+        nan_policy: "zero_point", "qmin" or "reject"; None: the format's code of
+            NaN, or else that of 0. In a block of MX with NaN or an infinity all
+            elements become NaN, unless rejected.
         out: contiguous array of as many bytes as there are codes.
         rounding: how elements become codes; None: each by itself. The server
             holds the tensor otherwise.
