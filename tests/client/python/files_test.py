@@ -328,6 +328,34 @@ def test_AFileThatChangesIsAnErrorAndNoSignal(tmp_path, client, weight, suffix,
         assert f"tensor '{name}" in str(caught.value)
 
 
+def test_BitsOfAFileAreSavedAsWhatTheyWere(tmp_path, client):
+    path, again = tmp_path / "x.safetensors", tmp_path / "again.safetensors"
+    bits = np.arange(0x3F80, 0x3F8C, dtype=np.uint16).reshape(3, 4)
+    quantd.save(path, {"w": bits, "u": bits},
+                element_types={"w": "bfloat16"})
+    tensors, metadata = quantctl_case.read_safetensors(path)
+    tensors["p"] = ("F8_E8M0", [12], bytes(range(12)))
+    quantctl_case.write_safetensors(path, tensors, metadata)
+    file = quantd.load(path)
+    assert file["w"].dtype == np.uint16
+    quantd.save(again, {
+        **file, "rows": file["w"][1:], "copy": file["w"].T.copy(),
+        "bits": file["w"].astype(np.uint16)})
+    saved = quantd.load(again)
+    assert {name: saved.info(name).dtype for name in saved} == {
+        "w": "BF16", "u": "U16", "p": "F8_E8M0", "rows": "BF16",
+        "copy": "BF16", "bits": "U16"}
+    for name in file:
+        assert np.array_equal(saved[name], file[name]), name
+    assert np.array_equal(saved["copy"], bits.T)
+    assert raised(quantd.save, tmp_path / "x.npy", {"w": file["w"]}) == (
+        "FILE_UNSUPPORTED")
+    assert raised(quantd.save, tmp_path / "x.npy", {"p": file["p"]}) == (
+        "FILE_UNSUPPORTED")
+    assert client.quantize(file["w"], "int8").element_type == "bfloat16"
+    assert raised(client.quantize, file["u"], "int8") == "ARGUMENT_INVALID"
+
+
 def test_TorchComesBackAsTorch(tmp_path, client):
     torch = pytest.importorskip("torch")
     path = tmp_path / "t.safetensors"
