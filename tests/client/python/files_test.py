@@ -208,6 +208,36 @@ def test_TargetsSayWhichModulesAreMeant(tmp_path, quantctl, weight):
         "FILE_MALFORMED")
 
 
+def test_TargetsByNameComeFirstAndThoseByClassLast(tmp_path, quantctl, weight):
+    plain, model = tmp_path / "plain.safetensors", tmp_path / "model"
+    quantd.save(plain, {"a.weight": weight, "b.down_proj.weight": weight})
+    quantctl("quantize", plain, "-o", model, "--layout", "compressed-tensors",
+             "--spec", "int8:per-channel")
+    found = quantd.load(model)
+    expected = {name: found[name].dequantize() for name in found}
+    config = model / "config.json"
+    document = json.loads(config.read_text())
+    section = document["quantization_config"]
+    (group,) = section["config_groups"].values()
+    # What these say does not fit the tensors.
+    wrong = {**group, "weights": {**group["weights"], "strategy": "group",
+                                  "group_size": 16}}
+    for groups in (
+            [{**wrong, "targets": ["Linear"]},
+             {**group, "targets": ["a", "re:.*down_proj"]}],
+            [{**wrong, "targets": ["Linear", "re:.*"]},
+             {**group, "targets": ["a", "b.down_proj"]}]):
+        section["config_groups"] = {
+            f"group_{i}": own for i, own in enumerate(groups)}
+        config.write_text(json.dumps(document))
+        found = quantd.load(model)
+        for name, reals in expected.items():
+            assert np.array_equal(found[name].dequantize(), reals), name
+        out = tmp_path / "out.safetensors"
+        quantctl("dequantize", model, "-o", out, "--force")
+        assert set(quantd.load(out)) == set(expected)
+
+
 def write_gguf(path, tensors):
     """Of (name, number of the type, bytes), each of [4, 64]."""
     def text(word):
