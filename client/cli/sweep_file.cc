@@ -72,6 +72,12 @@ class FileSweeper {
     const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
         SelectMeasurable(*input, options_.filter, nullptr, &session_);
     if (!taken.ok()) return session_.FailUsage(taken.status());
+    if (!outputs_.empty()) {
+      for (const files::FileTensor* const tensor : *taken) {
+        status = CheckNameForSpecFile(tensor->name);
+        if (!status.ok()) return session_.FailUsage(status);
+      }
+    }
     const absl::StatusOr<std::vector<TieGroup>> ties =
         FindFileTies(options_.ties, /*matters=*/true, *taken);
     if (!ties.ok()) return session_.FailUsage(ties.status());
