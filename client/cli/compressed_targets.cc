@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "absl/strings/strip.h"
 #include "client/files/errors.h"
 #include "nlohmann/json.hpp"
 #include "re2/re2.h"
@@ -22,8 +22,20 @@ constexpr int kMaxPatterns = 256;
 constexpr size_t kMaxPatternBytes = 1024;
 constexpr int64_t kMaxPatternMemoryBytes = 1 << 20;
 
-// Says which modules have the arguments of which group: the first that targets
-// one. Not thread-safe.
+constexpr absl::string_view kRegexPrefix = "re:";
+
+// How precise a target is, the most precise first.
+enum class TargetKind { kName, kPattern, kClass };
+
+TargetKind TargetKindOf(absl::string_view target) {
+  if (absl::StartsWith(target, kRegexPrefix)) return TargetKind::kPattern;
+  return target == "Linear" || target == "Conv2d" || target == "Conv1d"
+             ? TargetKind::kClass
+             : TargetKind::kName;
+}
+
+// Says which modules have the arguments of which group: the first with the most
+// precise target of one. Not thread-safe.
 class TargetMatcher {
  public:
   // `path` of the configuration, for errors. Of `schemes` the keys are the
@@ -33,13 +45,24 @@ class TargetMatcher {
         schemes_(*schemes),
         left_count_(schemes->size()) {}
 
-  // Reads the groups in their order, until every module has one.
+  // Reads the groups until every module has one.
   // Errors: FILE_UNSUPPORTED for a regular expression that is not RE2's or too
   // large.
   absl::Status Match(const Json& config) {
     const auto groups = config.find("config_groups");
     if (groups == config.end() || !groups->is_object()) return absl::OkStatus();
-    for (const Json& group : *groups) {
+    for (const TargetKind kind :
+         {TargetKind::kName, TargetKind::kPattern, TargetKind::kClass}) {
+      const absl::Status status = MatchAll(*groups, kind);
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  // The targets of one kind, in their order.
+  absl::Status MatchAll(const Json& groups, TargetKind kind) {
+    for (const Json& group : groups) {
       if (!group.is_object()) continue;
       const auto targets = group.find("targets");
       const auto weights = group.find("weights");
@@ -50,23 +73,24 @@ class TargetMatcher {
       for (const Json& target : *targets) {
         if (left_count_ == 0) return absl::OkStatus();
         if (!target.is_string()) continue;
-        absl::Status status =
-            MatchOne(target.get_ref<const std::string&>(), &*weights);
+        const std::string& text = target.get_ref<const std::string&>();
+        if (TargetKindOf(text) != kind) continue;
+        absl::Status status = MatchOne(text, kind, &*weights);
         if (!status.ok()) return status;
       }
     }
     return absl::OkStatus();
   }
 
- private:
-  absl::Status MatchOne(const std::string& target, const Json* weights) {
-    absl::string_view pattern = target;
-    if (absl::ConsumePrefix(&pattern, "re:")) {
-      return MatchPattern(pattern, weights);
+  absl::Status MatchOne(const std::string& target, TargetKind kind,
+                        const Json* weights) {
+    if (kind == TargetKind::kPattern) {
+      return MatchPattern(absl::string_view(target).substr(kRegexPrefix.size()),
+                          weights);
     }
     // Class names stand for all modules: the file does not say what class one
     // is.
-    if (target == "Linear" || target == "Conv2d" || target == "Conv1d") {
+    if (kind == TargetKind::kClass) {
       for (auto& [module, scheme] : schemes_) Give(weights, &scheme);
       return absl::OkStatus();
     }

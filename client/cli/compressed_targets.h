@@ -16,7 +16,8 @@ namespace quantd::cli {
 using CompressedSchemes = absl::flat_hash_map<std::string, const Json*>;
 
 // Finds the schemes of the modules that are the keys of `schemes`: of each the
-// first group that targets it. They point into `config`, the
+// first group that targets it by its name, else by a regular expression, else
+// by its class. They point into `config`, the
 // "quantization_config"; `path` is of its file, for errors.
 // Errors: FILE_UNSUPPORTED for a regular expression that is not RE2's or too
 // large.

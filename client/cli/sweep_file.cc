@@ -77,6 +77,12 @@ class FileSweeper {
     if (!taken.ok()) return session_.FailUsage(taken.status());
     status = IgnoreInGguf(*specs, &*taken);
     if (!status.ok()) return session_.FailUsage(status);
+    if (!outputs_.empty()) {
+      for (const files::FileTensor* const tensor : *taken) {
+        status = CheckNameForSpecFile(tensor->name);
+        if (!status.ok()) return session_.FailUsage(status);
+      }
+    }
     const absl::StatusOr<std::vector<TieGroup>> ties =
         FindFileTies(options_.ties, /*matters=*/true, *taken);
     if (!ties.ok()) return session_.FailUsage(ties.status());

@@ -18,6 +18,7 @@
 #include "client/cli/table.h"
 #include "client/files/atomic_file.h"
 #include "client/models/model_sweep.h"
+#include "client/models/spec_syntax.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -111,6 +112,10 @@ std::string SweptSpecs::MixtureText(const v1::SweepMixture& mixture,
 absl::Status SweptSpecs::WriteMixture(const v1::SweepMixture& mixture,
                                       const std::string& path,
                                       files::IfExists if_exists) const {
+  for (const auto& choice : mixture.choices()) {
+    absl::Status status = CheckNameForSpecFile(choice.tensor());
+    if (!status.ok()) return status;
+  }
   absl::StatusOr<files::AtomicFile> file =
       files::AtomicFile::Create(path, if_exists);
   if (!file.ok()) return file.status();

@@ -35,6 +35,7 @@ class SweptSpecs {
                           const std::string& written_to) const;
 
   // Writes what `quantize --spec @FILE` reads: TENSOR=SPEC lines.
+  // Errors: those of CheckNameForSpecFile and AtomicFile.
   absl::Status WriteMixture(const v1::SweepMixture& mixture,
                             const std::string& path,
                             files::IfExists if_exists) const;

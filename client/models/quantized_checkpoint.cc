@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -211,6 +212,92 @@ bool HasScaledFloats(const TensorInput& input) {
       });
 }
 
+// Whether the last part of a name is one of scales, whoever wrote it. That of
+// logits is a parameter.
+bool IsOfScales(absl::string_view part) {
+  if (part == "logit_scale") return false;
+  const std::string lower = absl::AsciiStrToLower(part);
+  return absl::StrContains(lower, "scal") || absl::StrContains(lower, "amax") ||
+         absl::StrContains(lower, "absmax") ||
+         absl::StrContains(lower, "quant");
+}
+
+// The end of the part of a name that its module has: behind the last dot.
+size_t ModuleBytes(absl::string_view name) {
+  const size_t dot = name.rfind('.');
+  return dot == absl::string_view::npos ? 0 : dot + 1;
+}
+
+// Finds what beside a float of eight bits may be its scale under a name that
+// is not known.
+class ScaleFinder {
+ public:
+  explicit ScaleFinder(const TensorInput& input) {
+    for (const FileTensor& tensor : input.tensors()) {
+      const absl::string_view name = tensor.name;
+      sorted_.push_back(&tensor);
+      const size_t bytes = ModuleBytes(name);
+      if (IsOfScales(name.substr(bytes))) {
+        of_scales_[name.substr(0, bytes)].push_back(&tensor);
+      }
+    }
+    std::sort(sorted_.begin(), sorted_.end(),
+              [](const FileTensor* a, const FileTensor* b) {
+                return a->name < b->name;
+              });
+  }
+
+  // Null where there is none.
+  const FileTensor* Find(const FileTensor& codes) const {
+    const absl::string_view name = codes.name;
+    const absl::string_view module = name.substr(0, ModuleBytes(name));
+    const auto found = of_scales_.find(module);
+    // What norms call their scale is not that of their bias.
+    if (found != of_scales_.end() && !absl::EndsWith(name, "bias")) {
+      for (const FileTensor* const other : found->second) {
+        if (other != &codes) return other;
+      }
+    }
+    // A weight has all of its module.
+    const bool is_weight = name.substr(module.size()) == "weight";
+    const absl::string_view prefix = is_weight ? module : name;
+    for (auto it = std::lower_bound(
+             sorted_.begin(), sorted_.end(), prefix,
+             [](const FileTensor*tensor, absl::string_view text) {
+               return tensor->name < text;
+             });
+         it != sorted_.end() && absl::StartsWith((*it)->name, prefix); ++it) {
+      const absl::string_view rest =
+          absl::string_view((*it)->name).substr(prefix.size());
+      const bool is_beside =
+          is_weight || (!rest.empty() && (rest[0] == '.' || rest[0] == '_'));
+      if (*it != &codes && is_beside && MayBeScale(**it, rest)) return *it;
+    }
+    return nullptr;
+  }
+
+ private:
+  // Other floats than those that modules without scales have.
+  static bool MayBeScale(const FileTensor& tensor, absl::string_view rest) {
+    if (IsOfScales(rest)) return true;
+    const absl::string_view last = rest.substr(ModuleBytes(rest));
+    const bool is_plain = last == "weight" || absl::EndsWith(last, "bias") ||
+                          last == "running_mean" || last == "running_var";
+    return !is_plain && IsFloat(tensor.dtype);
+  }
+
+  static bool IsFloat(Dtype dtype) {
+    return IsFloatScale(dtype) || dtype == Dtype::kF64 ||
+           dtype == Dtype::kF8E4M3 || dtype == Dtype::kF8E5M2 ||
+           dtype == Dtype::kF8E8M0;
+  }
+
+  std::vector<const FileTensor*> sorted_;
+  // By module; the names are those of the input.
+  absl::flat_hash_map<absl::string_view, std::vector<const FileTensor*>>
+      of_scales_;
+};
+
 // Reads the tensors of one input. Not thread-safe.
 class CheckpointReader {
  public:
@@ -344,6 +431,11 @@ class CheckpointReader {
            (scale != nullptr && IsPowers(scale->dtype));
   }
 
+  const ScaleFinder& ScalesBeside() {
+    if (!scale_finder_.has_value()) scale_finder_.emplace(input_);
+    return *scale_finder_;
+  }
+
   const FileTensor* Part(const std::string& name,
                          absl::string_view suffix) const {
     return input_.Find(absl::StrCat(name, suffix));
@@ -393,6 +485,16 @@ class CheckpointReader {
       return Malformed(codes.name, absl::StrCat("expected ", codes.name,
                                                 "_scale_inv or _scale, got "
                                                 "none"));
+    }
+    if (scale == nullptr) {
+      const FileTensor* const beside = ScalesBeside().Find(codes);
+      if (beside != nullptr) {
+        return Unsupported(
+            codes.name,
+            absl::StrCat("expected ", codes.name,
+                         "_scale_inv or _scale, or numbers without a scale; ",
+                         beside->name, " may be one and is not read"));
+      }
     }
     CodedTensor tensor;
     tensor.name = codes.name;
@@ -891,6 +993,7 @@ class CheckpointReader {
   const std::string& path_;
   const Config config_;
   const bool has_scaled_floats_;
+  std::optional<ScaleFinder> scale_finder_;
 };
 
 // Whether scales are those of the OCP's MX formats.

@@ -5,7 +5,8 @@
 //               for each row, one for each block of 128 x 128 or what
 //               config.json says, or one for each output of a convolution
 //               ([outputs] or [outputs, 1, ..]). Or E8M0 bytes (U8) for groups
-//               of 32
+//               of 32. Or numbers without a scale, if nothing that may be one
+//               is beside them
 //   INT8        T (I8), T_scale likewise, T_zero_point (I8)
 //   NVFP4       T (U8, two codes a byte), T_scale (F8_E4M3), T_scale_2 (F32)
 //   MXFP4       T (U8), T_scale (U8)

@@ -22,6 +22,7 @@
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
 #include "client/cpp/text_file.h"
+#include "client/files/errors.h"
 #include "client/files/gguf_encoders.h"
 #include "client/files/gguf_types.h"
 
@@ -601,6 +602,25 @@ absl::Status AddSpec(const std::string& text, SpecSet* set, bool* has_base) {
   if (!spec.ok()) return spec.status();
   set->overrides.push_back({text.substr(0, equals), *spec});
   return absl::OkStatus();
+}
+
+absl::Status CheckNameForSpecFile(const std::string& tensor) {
+  const std::string line = absl::StrCat(tensor, "=int8");
+  SpecSet set;
+  bool has_base = false;
+  // Files are read line by line, without the spaces around each.
+  const bool is_read = tensor.find_first_of("\n\r*?") == std::string::npos &&
+                       !absl::StartsWith(tensor, "@") &&
+                       absl::StripAsciiWhitespace(line) == line &&
+                       AddSpec(line, &set, &has_base).ok() &&
+                       set.overrides.size() == 1 &&
+                       set.overrides[0].pattern == tensor;
+  if (is_read) return absl::OkStatus();
+  return ArgumentInvalidError(absl::StrCat(
+      "the name of the tensor ", files::QuotedName(tensor),
+      " cannot be in a file of specs, as it has a line break, \"=\", \"*\" or "
+      "\"?\" or begins with a space, \"@\" or a format; sweep without it or "
+      "without -o"));
 }
 
 absl::StatusOr<Candidate> ParseCandidate(absl::string_view text) {

@@ -151,6 +151,11 @@ struct SpecSet {
 // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
 absl::Status AddSpec(const std::string& text, SpecSet* set, bool* has_base);
 
+// Whether "TENSOR=SPEC" on a line of a file is of this tensor and no other: not
+// with characters of patterns, a "=" or a line break, for instance.
+// Errors: ARGUMENT_INVALID.
+absl::Status CheckNameForSpecFile(const std::string& tensor);
+
 // One candidate of `evaluate`. Plain value.
 struct Candidate {
   // As the user wrote it.

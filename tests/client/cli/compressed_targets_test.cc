@@ -49,6 +49,15 @@ TEST(MatchTargetsTest, TheFirstGroupThatTargetsAModuleHasIt) {
       UnorderedElementsAre(Pair("a.q", 0), Pair("a.k", 1), Pair("b", 2)));
 }
 
+TEST(MatchTargetsTest, NamesComeBeforePatternsAndThoseBeforeClasses) {
+  EXPECT_THAT(
+      Match(ConfigOf(
+                {{"Linear"}, {"re:.*down_proj"}, {"re:.*proj", "a.down_proj"}}),
+            {"a.down_proj", "b.down_proj", "b.up_proj", "c"}),
+      UnorderedElementsAre(Pair("a.down_proj", 2), Pair("b.down_proj", 1),
+                           Pair("b.up_proj", 2), Pair("c", 0)));
+}
+
 TEST(MatchTargetsTest, ANameIsTheWholeName) {
   EXPECT_THAT(Match(ConfigOf({{"q", "a.q."}}), {"a.q"}),
               ElementsAre(Pair("a.q", -1)));
@@ -98,7 +107,7 @@ TEST(MatchTargetsTest, RefusesPatternsThatCannotBeMatchedInTime) {
     EXPECT_THAT(std::string(status.message()), HasSubstr("config.json"));
   }
   // Those behind the last module are not looked at.
-  many.insert(many.begin(), "Linear");
+  many.insert(many.begin(), "a");
   EXPECT_THAT(Match(ConfigOf({many}), {"a"}), ElementsAre(Pair("a", 0)));
 }
 

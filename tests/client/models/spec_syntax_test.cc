@@ -5,8 +5,10 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/ascii.h"
+#include "client/cpp/errors.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/temporary_directory.h"
@@ -262,6 +264,21 @@ TEST(SpecSyntaxTest, SpecsComeFromAFile) {
   // A file of files could go on for ever.
   std::ofstream(path) << "@" << path << "\n";
   EXPECT_FALSE(AddSpec("@" + path, &set, &has_base).ok());
+}
+
+TEST(SpecSyntaxTest, NamesForFilesAreThoseThatAreReadBack) {
+  for (const char* const name :
+       {"", "a.weight", "a b ", "[a]", "int", "int8.weight", "q4_0:x", "a:b"}) {
+    EXPECT_EQ(CheckNameForSpecFile(name), absl::OkStatus()) << name;
+  }
+  for (const char* const name : {" a", "a=b", "a*", "a?", "a\nb", "a\rb", "\ta",
+                                 "@a", "int8", "int8:a", "INT8:a"}) {
+    const absl::Status status = CheckNameForSpecFile(name);
+    EXPECT_EQ(ErrorReason(status), "ARGUMENT_INVALID") << name;
+    EXPECT_NE(status.message().find("the name of the tensor"),
+              std::string::npos)
+        << status;
+  }
 }
 
 TEST(SpecSyntaxTest, CodebooksAreListsOrFiles) {

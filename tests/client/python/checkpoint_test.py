@@ -309,6 +309,21 @@ def float8(rng, dtype, table):
     return {"a.weight": As(dtype, codes)}, None, {}, {"a.weight": table[codes]}
 
 
+def float8_module(rng):
+    """With what modules without scales have."""
+    tensors, config, beside, reals = float8(rng, "F8_E4M3", E4M3)
+    plain = {"a.running_mean": np.ones(10, np.float32),
+             "a.num_batches_tracked": np.array([3]),
+             "a.lora_A.default.weight": np.ones((2, 48), np.float32),
+             "ab.scale": np.float32([.5])}
+    codes = As("F8_E4M3", np.full(3, 0x38, np.uint8))
+    plain["c.down_bias"] = np.ones(3, np.float32)
+    plain["c.logit_scale"] = np.ones(1, np.float32)
+    names = "c.down", "norm.scale", "norm.bias"
+    return {**tensors, **plain, **dict.fromkeys(names, codes)}, config, beside, {
+        **reals, **plain, **dict.fromkeys(names, np.ones(3, np.float32))}
+
+
 SHUFFLED = np.random.default_rng(5).permutation(96)
 CASES = {
     "gptq4": gptq,
@@ -349,6 +364,7 @@ CASES = {
     "gptq_unset": gptq_unset,
     "float8_e4m3": lambda rng: float8(rng, "F8_E4M3", E4M3),
     "float8_e5m2": lambda rng: float8(rng, "F8_E5M2", E5M2),
+    "float8_module": float8_module,
 }
 
 
@@ -542,6 +558,17 @@ MALFORMED = [
      "auto_round:marlin"),
     ("awq4", say(packing_format="auto_round"), "FILE_UNSUPPORTED",
      "packing_format"),
+    # Floats of eight bits beside what may be their scale.
+    *((case, put(name, np.float32([.5])), "FILE_UNSUPPORTED",
+       f"{name} may be one")
+      for case in ("float8_e4m3", "float8_e5m2") for name in (
+          "a.weights_scaling_factor", "a.qscale_weight", "a.scale",
+          "a.weight.scale", "a.weight_quantizer.scale", "a.input_scale",
+          "a.weight_quantizer._amax", "a.weight_quantizer.s", "a.s")),
+    ("float8_module", put("c.scale_down", np.float32([.5])),
+     "FILE_UNSUPPORTED", "c.scale_down may be one"),
+    ("float8_module", put("c.down_s", np.float32([.5])),
+     "FILE_UNSUPPORTED", "c.down_s may be one"),
 ]
 
 

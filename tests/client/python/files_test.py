@@ -208,6 +208,36 @@ def test_TargetsSayWhichModulesAreMeant(tmp_path, quantctl, weight):
         "FILE_MALFORMED")
 
 
+def test_TargetsByNameComeFirstAndThoseByClassLast(tmp_path, quantctl, weight):
+    plain, model = tmp_path / "plain.safetensors", tmp_path / "model"
+    quantd.save(plain, {"a.weight": weight, "b.down_proj.weight": weight})
+    quantctl("quantize", plain, "-o", model, "--layout", "compressed-tensors",
+             "--spec", "int8:per-channel")
+    found = quantd.load(model)
+    expected = {name: found[name].dequantize() for name in found}
+    config = model / "config.json"
+    document = json.loads(config.read_text())
+    section = document["quantization_config"]
+    (group,) = section["config_groups"].values()
+    # What these say does not fit the tensors.
+    wrong = {**group, "weights": {**group["weights"], "strategy": "group",
+                                  "group_size": 16}}
+    for groups in (
+            [{**wrong, "targets": ["Linear"]},
+             {**group, "targets": ["a", "re:.*down_proj"]}],
+            [{**wrong, "targets": ["Linear", "re:.*"]},
+             {**group, "targets": ["a", "b.down_proj"]}]):
+        section["config_groups"] = {
+            f"group_{i}": own for i, own in enumerate(groups)}
+        config.write_text(json.dumps(document))
+        found = quantd.load(model)
+        for name, reals in expected.items():
+            assert np.array_equal(found[name].dequantize(), reals), name
+        out = tmp_path / "out.safetensors"
+        quantctl("dequantize", model, "-o", out, "--force")
+        assert set(quantd.load(out)) == set(expected)
+
+
 def write_gguf(path, tensors):
     """Of (name, number of the type, bytes), each of [4, 64]."""
     def text(word):
@@ -329,6 +359,34 @@ def test_AFileThatChangesIsAnErrorAndNoSignal(tmp_path, client, weight, suffix,
         assert caught.value.reason == "FILE_CHANGED"
         assert str(path) in str(caught.value)
         assert f"tensor '{name}" in str(caught.value)
+
+
+def test_BitsOfAFileAreSavedAsWhatTheyWere(tmp_path, client):
+    path, again = tmp_path / "x.safetensors", tmp_path / "again.safetensors"
+    bits = np.arange(0x3F80, 0x3F8C, dtype=np.uint16).reshape(3, 4)
+    quantd.save(path, {"w": bits, "u": bits},
+                element_types={"w": "bfloat16"})
+    tensors, metadata = quantctl_case.read_safetensors(path)
+    tensors["p"] = ("F8_E8M0", [12], bytes(range(12)))
+    quantctl_case.write_safetensors(path, tensors, metadata)
+    file = quantd.load(path)
+    assert file["w"].dtype == np.uint16
+    quantd.save(again, {
+        **file, "rows": file["w"][1:], "copy": file["w"].T.copy(),
+        "bits": file["w"].astype(np.uint16)})
+    saved = quantd.load(again)
+    assert {name: saved.info(name).dtype for name in saved} == {
+        "w": "BF16", "u": "U16", "p": "F8_E8M0", "rows": "BF16",
+        "copy": "BF16", "bits": "U16"}
+    for name in file:
+        assert np.array_equal(saved[name], file[name]), name
+    assert np.array_equal(saved["copy"], bits.T)
+    assert raised(quantd.save, tmp_path / "x.npy", {"w": file["w"]}) == (
+        "FILE_UNSUPPORTED")
+    assert raised(quantd.save, tmp_path / "x.npy", {"p": file["p"]}) == (
+        "FILE_UNSUPPORTED")
+    assert client.quantize(file["w"], "int8").element_type == "bfloat16"
+    assert raised(client.quantize, file["u"], "int8") == "ARGUMENT_INVALID"
 
 
 def test_TorchComesBackAsTorch(tmp_path, client):

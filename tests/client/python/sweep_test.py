@@ -354,3 +354,39 @@ def test_WhatDoesNotFitByItselfIsNotTriedAgain(limited):
         assert caught.value.retry_after is None
         assert "is too small" in str(caught.value)
     assert "take min-max or larger blocks" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a=b", "a*", "a\nb", "int8"])
+def test_NamesThatNoMixtureCanHaveAreRefused(name, tmp_path, client, quantctl):
+    path, output = tmp_path / "x.safetensors", tmp_path / "mixture.txt"
+    quantd.save(path, {name: np.ones((4, 64), np.float32),
+                       "ab": np.ones((4, 64), np.float32)})
+    words = ("sweep", path, "--spec", "int8", "--min-sqnr", 10)
+    said = quantctl(*words, "-o", output, code=2)
+    assert "ARGUMENT_INVALID" in said
+    assert f"tensor {json.dumps(name)} cannot be in a file of specs" in said
+    assert not output.exists()
+    quantctl(*words)
+    # Names are patterns there, and nothing else.
+    if "*" not in name:
+        sweep = quantd.sweep_model(path, "int8", client=client, min_sqnr_db=10)
+        assert set(sweep.mixtures[0].specs) == {name, "ab"}
+        return
+    quantd.sweep_model(path, "int8", client=client)
+    with pytest.raises(quantd.QuantdError) as caught:
+        quantd.sweep_model(path, "int8", client=client, min_sqnr_db=10)
+    assert caught.value.reason == "ARGUMENT_INVALID"
+    assert repr(name) in str(caught.value)
+
+
+def test_NamesOfAMixtureMayHaveOtherLineBreaks(tmp_path, client, quantctl):
+    path, mixture = tmp_path / "x.safetensors", tmp_path / "mixture.txt"
+    name = "a\u2028b\x85"
+    quantd.save(path, {name: np.ones((4, 64), np.float32)})
+    quantctl("sweep", path, "--spec", "int8", "--min-sqnr", 10, "-o", mixture)
+    quantctl("quantize", path, "-o", tmp_path / "a", "--no-store", "--spec",
+             f"@{mixture}")
+    done = quantd.quantize_model(path, tmp_path / "b", f"@{mixture}",
+                                 client=client, store=False)
+    assert [tensor.name for tensor in done.tensors
+            if tensor.result == "quantized"] == [name]

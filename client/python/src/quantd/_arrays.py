@@ -12,6 +12,9 @@ import numpy as np
 from quantd import errors
 from quantd.tensor import ELEMENT_DTYPES, ELEMENT_TYPES, Array, format_info
 
+# Metadata of dtypes.
+_DTYPE = "quantd.dtype"
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reals:
@@ -27,6 +30,23 @@ class Reals:
 def as_bytes(array: Array) -> Array:
     """The memory of a contiguous array as uint8 in one dimension."""
     return array.reshape(-1).view(np.uint8)
+
+
+def named(array: Array, dtype: str) -> Array:
+    """The same memory as bits of a type that numpy does not have, by the name
+    of safetensors. Slices and copies keep it, others of numpy do not."""
+    # Types of numpy leave out the metadata.
+    dtype_of: Any = np.dtype
+    bits: Array = array.view(dtype_of(array.dtype.str,
+                                      metadata={_DTYPE: dtype}))
+    return bits
+
+
+def name_of(array: Array) -> Optional[str]:
+    """The name that named() gave, if it did."""
+    metadata: Any = array.dtype.metadata
+    name: Optional[str] = metadata.get(_DTYPE) if metadata else None
+    return name
 
 
 def is_torch(array: Any) -> bool:
@@ -71,7 +91,7 @@ def to_numpy(array: Any) -> tuple[Array, Optional[str]]:
     # That of ml_dtypes, which JAX uses.
     if array.dtype.name == "bfloat16":
         return array.view(np.uint16), "bfloat16"
-    return array, None
+    return array, "bfloat16" if name_of(array) == "BF16" else None
 
 
 def reals(array: Any, element_type: Optional[str] = None) -> Reals:

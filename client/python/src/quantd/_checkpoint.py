@@ -3,6 +3,8 @@ client/models/quantized_checkpoint.h for the layouts."""
 
 from __future__ import annotations
 
+import bisect
+import functools
 import json
 import math
 import os
@@ -17,6 +19,7 @@ from quantd.tensor import Array
 _E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _PLACES = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
 _FLOAT_SCALES = ("F32", "F16", "BF16")
+_FLOATS = (*_FLOAT_SCALES, "F64", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 _MX_GROUP = 32
 _CONFIGS = ("quant_config.json", "quantize_config.json")
 _CODES = ("I8", "U8", "I32")
@@ -171,6 +174,57 @@ def _may_be_codes(tensor: FileTensor) -> bool:
         "weight_scale" in tensor.name)
 
 
+def _is_of_scales(name: str) -> bool:
+    """Whether a name is one of scales, whoever wrote it. That of logits is a
+    parameter."""
+    return name != "logit_scale" and any(
+        word in name.lower() for word in ("scal", "amax", "absmax", "quant"))
+
+
+class _ScaleFinder:
+    """Finds what beside a float of eight bits may be its scale under a name
+    that is not known."""
+
+    def __init__(self, tensors: Mapping[str, FileTensor]) -> None:
+        self._tensors = tensors
+        self._sorted = sorted(tensors)
+        # By module.
+        self._of_scales: dict[str, list[str]] = {}
+        for name in tensors:
+            module, dot, last = name.rpartition(".")
+            if _is_of_scales(last):
+                self._of_scales.setdefault(module + dot, []).append(name)
+
+    def find(self, name: str) -> Optional[str]:
+        """The name of the tensor that may be the scale of this one."""
+        module, dot, last = name.rpartition(".")
+        for found in self._of_scales.get(module + dot, ()):
+            # What norms call their scale is not that of their bias.
+            if found != name and not last.endswith("bias"):
+                return found
+        # A weight has all of its module.
+        is_weight = last == "weight"
+        prefix = module + dot if is_weight else name
+        for place in range(bisect.bisect_left(self._sorted, prefix),
+                           len(self._sorted)):
+            other = self._sorted[place]
+            if not other.startswith(prefix):
+                break
+            rest = other[len(prefix):]
+            if other != name and (is_weight or rest[:1] in (".", "_")) and (
+                    self._may_be_scale(other, rest)):
+                return other
+        return None
+
+    def _may_be_scale(self, name: str, rest: str) -> bool:
+        """Other floats than those that modules without scales have."""
+        last = rest.rpartition(".")[2]
+        is_plain = last in ("weight", "running_mean", "running_var") or (
+            last.endswith("bias"))
+        return _is_of_scales(rest) or (
+            not is_plain and self._tensors[name].dtype in _FLOATS)
+
+
 def _told(tensor: Optional[FileTensor]) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}" if tensor else "none"
 
@@ -206,6 +260,10 @@ class _Reader:
         if min(self._block) <= 0:
             raise _files.malformed(
                 path, "expected a weight_block_size of two positive numbers")
+
+    @functools.cached_property
+    def _scales_beside(self) -> _ScaleFinder:
+        return _ScaleFinder(self._tensors)
 
     @staticmethod
     def _integer(config: Mapping[str, Any], *keys: str) -> int:
@@ -299,6 +357,12 @@ class _Reader:
                 # It is not what it stands for.
                 return None
             if not self.method:
+                beside = self._scales_beside.find(name)
+                if beside is not None:
+                    raise self._unsupported(
+                        name, f"expected {name}_scale_inv or _scale, or "
+                        f"numbers without a scale; {beside} may be one and is "
+                        "not read")
                 # The codes are the numbers themselves.
                 return Part(name, codes.shape, self._parts(name, codes),
                             lambda: _TABLES[codes.dtype][codes.bytes()])
@@ -307,11 +371,12 @@ class _Reader:
             raise self._malformed(
                 name, f"expected {name}_scale_inv or _scale, got none")
         expand = self._expansion(codes, scale)
-        beside = find(name + "_zero_point")
-        zeros = beside if codes.dtype == "I8" else None
-        if beside is not None and zeros is None and beside.bytes().any():
+        zero_point = find(name + "_zero_point")
+        zeros = zero_point if codes.dtype == "I8" else None
+        if zero_point is not None and zeros is None and (
+                zero_point.bytes().any()):
             raise self._unsupported(
-                name, f"expected {beside.name} of zeros for FP8")
+                name, f"expected {zero_point.name} of zeros for FP8")
         if zeros is not None and (zeros.dtype != "I8" or math.prod(
                 zeros.shape) != math.prod(scale.shape)):
             raise self._expected(
@@ -325,8 +390,8 @@ class _Reader:
             reals: Array = values * expand(self._scales(name, scale))
             return reals
 
-        return Part(name, codes.shape, self._parts(name, codes, scale, beside),
-                    decode)
+        return Part(name, codes.shape, self._parts(
+            name, codes, scale, zero_point), decode)
 
     def _expansion(self, codes: FileTensor, scale: FileTensor
                    ) -> Callable[[Array], Array]:

@@ -369,24 +369,26 @@ class Model:
 
 def _match(config: Mapping[str, Any], modules: list[str], path: str
            ) -> dict[str, Mapping[str, Any]]:
-    """The "weights" of the first group that targets each module."""
-    found: dict[str, Mapping[str, Any]] = {}
+    """The "weights" of the group that targets each module: of the first with
+    its name, else with a regular expression, else with its class."""
+    targets: list[tuple[str, Mapping[str, Any]]] = []
     groups = config.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
-        if not isinstance(weights, dict) or (
-                not isinstance(group.get("targets"), list)):
-            continue
-        for target in group["targets"]:
-            for module in modules:
-                if module not in found and _targets(target, module, path):
-                    found[module] = weights
+        if isinstance(weights, dict) and isinstance(group.get("targets"), list):
+            targets += [(target, weights) for target in group["targets"]
+                        if isinstance(target, str)]
+    targets.sort(key=lambda pair: 2 if pair[0] in _CLASSES else
+                 pair[0].startswith("re:"))
+    found: dict[str, Mapping[str, Any]] = {}
+    for target, weights in targets:
+        for module in modules:
+            if module not in found and _targets(target, module, path):
+                found[module] = weights
     return {module: found[module] for module in modules if module in found}
 
 
-def _targets(target: Any, module: str, path: str) -> bool:
-    if not isinstance(target, str):
-        return False
+def _targets(target: str, module: str, path: str) -> bool:
     if target.startswith("re:"):
         try:
             return re.match(target[3:], module) is not None

@@ -15,6 +15,7 @@ from quantd.v1 import encoding_pb2
 # several of them, or specs by pattern.
 SpecsLike = Union[EncodingSpec, str, Sequence[str],
                   Mapping[str, Union[EncodingSpec, str]]]
+_SPACES = " \t\n\v\f\r"
 _KINDS = {"default": 0, "per_tensor": 1, "per_channel": 2, "group": 3,
           "blocks": 4}
 
@@ -112,8 +113,10 @@ class SpecSet:
                 f"expected SPEC or PATTERN=SPEC, got {type(text).__name__}",
                 "specs")
         if text.startswith("@"):
-            lines = [line.strip() for line in
-                     _files.read_text(text[1:]).splitlines() if line.strip()]
+            # As quantctl: names may have other line breaks and spaces.
+            lines = [line.strip(_SPACES) for line in
+                     _files.read_text(text[1:]).split("\n")
+                     if line.strip(_SPACES)]
             if not lines or any(line.startswith("@") for line in lines):
                 raise errors.argument_invalid(
                     f"expected specs in {text[1:]}", "specs")

@@ -21,6 +21,8 @@ Path = Union[str, "os.PathLike[str]"]
 # What a file has under a name: reals and other plain tensors as arrays of numpy
 # or tensors of torch.
 FileValue = Union[Any, QuantizedTensor]
+# How names of safetensors begin for types of which arrays have the bits.
+_NOT_OF_NUMPY = ("F8", "BF")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +48,9 @@ class TensorFile(Mapping[str, FileValue]):
     Reading a name gives a QuantizedTensor, or an array: memory of the file,
     read from it when it is first used, and not to be written; if the file is
     cut short before, the system ends the process. Tensors of torch are copies.
-    bfloat16 is uint16, float8 uint8 (info() has the type). A file that is
-    replaced while it is open stays readable as it was; of one that was changed
+    bfloat16 is uint16, float8 uint8 (info() has the type); save() and others
+    take these arrays, their slices and copies for what they are, but not
+    astype() of them. A file that is replaced while it is open stays readable as it was; of one that was changed
     in its place names are not read any more (FILE_CHANGED).
     """
 
@@ -127,6 +130,8 @@ class TensorFile(Mapping[str, FileValue]):
         if self._as_torch:
             return _arrays.to_torch(tensor.array(), tensor.element_type or "")
         array = tensor.mapped()
+        if tensor.dtype.startswith(_NOT_OF_NUMPY):
+            array = _arrays.named(array, tensor.dtype)
         array.flags.writeable = False
         return array
 
@@ -194,7 +199,8 @@ def save(path: Path,
         torch. An iterator is asked for the next one when the last is on disk.
     overwrite: replace a file that is there.
     metadata: text that goes along.
-    element_types: "bfloat16" of arrays of uint16 that are that.
+    element_types: "bfloat16" of arrays of uint16 that are that; those of load()
+        need none.
     gguf_metadata: of a .gguf file: another one, whose metadata it gets. Without
         metadata of a model llama.cpp does not load it.
     gguf_types: of a .gguf file: "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_K",
@@ -307,8 +313,11 @@ def _dtype_of(array: Array, element_type: Optional[str]) -> str:
                 f"expected elements of {element_type}, got {array.dtype}",
                 "element_types")
         return dtype
+    told = _arrays.name_of(array)
+    if told is not None:
+        return told
     for name, dtype_of in _files.DTYPES.items():
-        if dtype_of == array.dtype and not name.startswith(("F8", "BF")):
+        if dtype_of == array.dtype and not name.startswith(_NOT_OF_NUMPY):
             return name
     raise errors.argument_invalid(
         "expected booleans, integers or floats of at most 8 bytes, got "
@@ -325,9 +334,9 @@ def _save_npy(path: str, pairs: list[tuple[str, FileValue]], overwrite: bool
     name, tensor = pairs[0]
     with naming(name):
         array, found = _plain_array(tensor)
-        if found is not None:
-            raise _files.unsupported(path, f".npy has no type for {found}")
-        _dtype_of(array, None)
+        dtype = _dtype_of(array, found)
+        if dtype.startswith(_NOT_OF_NUMPY):
+            raise _files.unsupported(path, f".npy has no type for {dtype}")
     with _files.AtomicFile(path, overwrite) as file:
         header = _npy_header(array)
         file.write(header)

@@ -197,6 +197,8 @@ def sweep_model(
     tensors = _measurable(Filter(tuple(include), tuple(exclude), min_rank
                                  ).select(
         tensor for file in files for tensor in file.tensors.values()))
+    if budgets:
+        _check_names(tensors)
     weighed.find([(tensor.name, tensor.shape) for tensor in tensors],
                  lambda _: [template.spec for template in templates], client)
     if objective == "output":
@@ -228,6 +230,16 @@ def sweep_model(
         _mixtures(tensors, measured, groups, specs,
                   budgets, client, weights if objective == "output" else None),
         tuple(name for file in files for name in file.unread))
+
+
+def _check_names(tensors: Sequence[FileTensor]) -> None:
+    """Whether they can be in a mixture, where names are patterns."""
+    for tensor in tensors:
+        if "*" in tensor.name or "?" in tensor.name:
+            raise errors.argument_invalid(
+                "expected names that stand for one tensor in a mixture, "
+                f"without '*' and '?', got {tensor.name!r}; exclude it",
+                "source")
 
 
 def _measurable(tensors: Sequence[FileTensor]) -> list[FileTensor]:
