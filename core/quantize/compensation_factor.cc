@@ -546,11 +546,10 @@ absl::Status CheckSemidefinite(const GramState& gram, ThreadPool* pool,
 }
 
 int64_t SemidefiniteCheckBytes(int64_t features, int64_t part_size) {
-  // What finding the factor holds for each column.
-  constexpr int64_t kColumnBytes = 1200;
   const int64_t width = std::min(features, part_size);
   return width * width * static_cast<int64_t>(sizeof(double)) +
-         CompensationFactor::MemoryBytes({width}) + width * kColumnBytes;
+         CompensationFactor::MemoryBytes({width}) +
+         width * CompensationFactor::kCreateColumnBytes;
 }
 
 int64_t CompensationFactor::memory_bytes() const {

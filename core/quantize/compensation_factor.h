@@ -62,6 +62,10 @@ struct GramBlock {
 // and for any number of threads.
 class CompensationFactor {
  public:
+  // What Create holds at most for each column, beside the matrix and the
+  // factor.
+  static constexpr int64_t kCreateColumnBytes = 1200;
+
   // `columns`  of the weight: the sizes of the blocks add up to it.
   // `gram`     from the first features to the last.
   // `pool`     spreads the work over its threads; may be null.

@@ -198,8 +198,6 @@ class CompensatedQuantizeJob final : public HeldQuantizeJob {
   // hold at once, beside the tensor.
   int64_t WorkBytes(int64_t part_size) const {
     constexpr int64_t kSumBytes = sizeof(int64_t);
-    // What finding the factor holds for each column.
-    constexpr int64_t kColumnBytes = 1200;
     const std::vector<int64_t> widths = PartWidths(columns_, part_size);
     int64_t pairs = 0;
     for (const int64_t width : widths) pairs += width * width;
@@ -210,7 +208,9 @@ class CompensatedQuantizeJob final : public HeldQuantizeJob {
     const int64_t reading = (pairs + columns_) / 2 * kSumBytes + gram_bytes;
     const int64_t factoring =
         dense_bytes +
-        std::max(gram_bytes, factor_bytes + columns_ * kColumnBytes);
+        std::max(gram_bytes,
+                 factor_bytes +
+                     columns_ * core::CompensationFactor::kCreateColumnBytes);
     const int64_t rounding =
         factor_bytes + geometry_.codes_size_bytes() + BandRows() * RowBytes() +
         env().pool->thread_count() *

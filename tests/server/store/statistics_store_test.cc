@@ -548,8 +548,6 @@ TEST_P(StatisticsStoreTest, ConcurrentContributionsLoseAndRepeatNothing) {
   }
 }
 
-// A source that is deleted while it contributes starts over, and nothing of
-// before comes back.
 TEST_P(StatisticsStoreTest, DoesNotReadAPartOfWhatIsDeletedMeanwhile) {
   const std::unique_ptr<StatisticsStore> other = Open();
   std::string source;
@@ -576,6 +574,8 @@ TEST_P(StatisticsStoreTest, DoesNotReadAPartOfWhatIsDeletedMeanwhile) {
   EXPECT_EQ(rest->sources[0].source, "a");
 }
 
+// A source that is deleted while it contributes starts over, and nothing of
+// before comes back.
 TEST_P(StatisticsStoreTest, ContributesWhileOthersDelete) {
   constexpr uint64_t kSequences = testing::kSanitized ? 20 : 60;
   const std::unique_ptr<StatisticsStore> other = Open();
