@@ -27,8 +27,8 @@ constexpr char kReadEncodingPiece[] =
 constexpr char kLoseContent[] =
     "INSERT INTO lost_contents (content_id) VALUES ($1)";
 
-uint64_t PieceChecksum(int64_t content_id, int64_t piece,
-                       absl::string_view bytes) {
+uint64_t EncodingChecksum(int64_t content_id, int64_t piece,
+                          absl::string_view bytes) {
   const int64_t numbers[] = {content_id, piece};
   return RowChecksum::Of(
       {{reinterpret_cast<const char*>(numbers), sizeof(numbers)}, bytes});
@@ -51,8 +51,8 @@ absl::Status WritePiece(SqlConnection& connection, int64_t content_id,
       connection.Prepare(kWriteEncodingPiece);
   row->BindInt(1, content_id);
   row->BindInt(2, piece);
-  row->BindInt(3,
-               static_cast<int64_t>(PieceChecksum(content_id, piece, bytes)));
+  row->BindInt(
+      3, static_cast<int64_t>(EncodingChecksum(content_id, piece, bytes)));
   row->BindBytes(4, bytes);
   return row->Step("cannot put an encoding").status();
 }
@@ -68,7 +68,7 @@ absl::StatusOr<bool> ReadPiece(
   if (!found.ok() || !*found) return found;
   const absl::string_view bytes = row->Bytes(1);
   if (static_cast<uint64_t>(row->Int(0)) !=
-      PieceChecksum(content_id, piece, bytes)) {
+      EncodingChecksum(content_id, piece, bytes)) {
     return absl::DataLossError("fails its checksum");
   }
   if (absl::Status s = take(bytes); !s.ok()) return s;

@@ -26,7 +26,7 @@ std::string Bytes(const grpc::ByteBuffer& buffer) {
 }
 
 // In slices of at most `step` bytes, with empty ones between.
-grpc::ByteBuffer Buffer(const std::string& bytes, size_t step) {
+grpc::ByteBuffer InSlices(const std::string& bytes, size_t step) {
   std::vector<grpc::Slice> slices;
   for (size_t at = 0; at < bytes.size(); at += step) {
     slices.emplace_back(bytes.substr(at, step));
@@ -90,7 +90,7 @@ TEST(DecodeResponseTest, ReadsPartsAcrossSlices) {
   const std::string bytes = message.SerializeAsString();
   for (const size_t step : {1, 2, 3, 7, 64, 1000}) {
     Response response;
-    ASSERT_TRUE(DecodeResponse(Buffer(bytes, step), &response).ok()) << step;
+    ASSERT_TRUE(DecodeResponse(InSlices(bytes, step), &response).ok()) << step;
     EXPECT_TRUE(response.has_header && response.has_summary);
     EXPECT_FALSE(response.has_error);
     EXPECT_EQ(response.header, message.header().SerializeAsString());
@@ -118,9 +118,9 @@ TEST(DecodeResponseTest, MergesAndSkipsAsProtobufDoes) {
       "\x1d"
       "1234");
   Response response;
-  ASSERT_TRUE(DecodeResponse(Buffer(first.SerializeAsString() + unknown +
-                                        second.SerializeAsString(),
-                                    5),
+  ASSERT_TRUE(DecodeResponse(InSlices(first.SerializeAsString() + unknown +
+                                          second.SerializeAsString(),
+                                      5),
                              &response)
                   .ok());
   EXPECT_EQ(Data(response), "new");
@@ -140,8 +140,8 @@ TEST(DecodeResponseTest, RefusesWhatIsNotProtobuf) {
     // Between the two fields it is one message less.
     if (size == whole.size() - 12) continue;
     Response response;
-    EXPECT_EQ(ErrorReason(
-                  DecodeResponse(Buffer(whole.substr(0, size), 3), &response)),
+    EXPECT_EQ(ErrorReason(DecodeResponse(InSlices(whole.substr(0, size), 3),
+                                         &response)),
               "RESPONSE_MALFORMED")
         << size;
   }
@@ -151,7 +151,7 @@ TEST(DecodeResponseTest, RefusesWhatIsNotProtobuf) {
         std::string("\x1a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01x"),
         std::string("\0\0", 2)}) {
     Response response;
-    EXPECT_FALSE(DecodeResponse(Buffer(bytes, 2), &response).ok());
+    EXPECT_FALSE(DecodeResponse(InSlices(bytes, 2), &response).ok());
   }
 }
 

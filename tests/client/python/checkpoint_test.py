@@ -415,10 +415,6 @@ def test_WhatIsQuantizedIsQuantizedOnlyWhenAskedTo(name, quantctl, client,
     refused = requantizing.check_file(single, tmp_path, quantctl, client)
     assert "FILE_UNSUPPORTED" in refused
     assert f"quantctl dequantize {single} -o FILE" in refused
-    refused = quantctl("quantize", folder, "-o", out, *requantizing.ARGUMENTS,
-                       code=FILE_ERROR)
-    assert f"quantctl dequantize {folder} -o FILE" in refused
-    assert not out.exists()
     quantctl("quantize", folder, "-o", out, "--requantize",
              *requantizing.ARGUMENTS)
     check_quantized(out, once)
@@ -429,6 +425,16 @@ def test_WhatIsQuantizedIsQuantizedOnlyWhenAskedTo(name, quantctl, client,
     quantd.quantize_model(folder, tmp_path / "shards", requantizing.SPEC,
                           client=client, requantize=True)
     check_quantized(tmp_path / "shards", once)
+
+
+def test_AFolderThatIsQuantizedIsNamed(quantctl, tmp_path):
+    tensors, config, beside, _ = make("gptq4")
+    folder, out = tmp_path / "folder", tmp_path / "out"
+    write_folder(folder, tensors, config, beside)
+    refused = quantctl("quantize", folder, "-o", out, *requantizing.ARGUMENTS,
+                       code=FILE_ERROR)
+    assert f"quantctl dequantize {folder} -o FILE" in refused
+    assert not out.exists()
 
 
 def check_quantized(path, expected):

@@ -26,7 +26,7 @@ BUDGETS = {"digits": (3.5, 4, 4.5, 4.75, 5, 5.5, 6, 6.5),
 LEEWAY_DB = .3
 GAIN_DB = {"digits": .4, "char-lm": 1.}
 CALIBRATION = int(os.environ.get("QUANTD_MIXTURE_CALIBRATION", "8"))
-SEQUENCES = int(os.environ.get("QUANTD_MIXTURE_SEQUENCES", "4"))
+SEQUENCES = int(os.environ.get("QUANTD_MIXTURE_SEQUENCES", "2"))
 
 
 def digits():

@@ -12,9 +12,9 @@ import runtime_rules as rules
 
 DATA = os.path.join(os.path.dirname(os.path.realpath(__file__)), "../../data")
 # Enough to tell the losses apart; there are 128.
-SEQUENCES = int(os.environ.get("QUANTD_ROUNDING_SEQUENCES", "4"))
+SEQUENCES = int(os.environ.get("QUANTD_ROUNDING_SEQUENCES", "2"))
 # Of those to calibrate with; there are 192.
-CALIBRATION = int(os.environ.get("QUANTD_ROUNDING_CALIBRATION", "32"))
+CALIBRATION = int(os.environ.get("QUANTD_ROUNDING_CALIBRATION", "16"))
 # What fewer may cost.
 LEEWAY = 1 if SEQUENCES == 128 and CALIBRATION == 192 else 1.5
 
