@@ -556,7 +556,7 @@ class LongMatchingTest : public ::testing::Test {
   static constexpr int kTensors = 20;
   static constexpr int kPatterns = kThreadSanitized ? 100
                                    : kSanitized     ? 400
-                                                    : 1000;
+                                                    : 500;
 
   static std::string Name(int i) {
     return absl::StrCat(std::string(1000, 'a'), i);

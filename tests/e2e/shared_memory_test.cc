@@ -884,7 +884,7 @@ TEST_F(SharedMemoryTest, SurvivesDataThatChangeMeanwhile) {
   *evaluate.add_candidates()->mutable_spec() = Spec(v1::NUMBER_FORMAT_NF4);
   evaluate.set_with_distribution(true);
 
-  const absl::Time end = absl::Now() + absl::Seconds(kSanitized ? 1 : 5);
+  const absl::Time end = absl::Now() + absl::Seconds(kSanitized ? 1 : 2);
   int rounds = 0;
   do {
     for (const v1::QuantizeHeader& header : quantize) {

@@ -547,7 +547,7 @@ TEST(BlockSearchTest, FindsTheLeastErrorOfAllRangesOfSmallBlocks) {
   std::mt19937 random(23);
   const std::vector<EncodingSpec> specs = AllSpecs();
   int narrower = 0;
-  for (int round = 0; round < Rounds(12000); ++round) {
+  for (int round = 0; round < Rounds(6000); ++round) {
     const EncodingSpec spec = DrawSpec(specs, &random);
     SCOPED_TRACE(absl::StrCat(Name(spec), " round ", round));
     ASSERT_TRUE(ValidateSpec(spec).ok()) << ValidateSpec(spec);
