@@ -42,6 +42,8 @@ constexpr char kHasEncodings[] =
     "SELECT slot FROM encodings WHERE set_id = $1 LIMIT 1";
 constexpr char kHasStatistics[] =
     "SELECT slot FROM statistics WHERE set_id = $1 LIMIT 1";
+constexpr char kHasPieces[] =
+    "SELECT piece FROM statistics_pieces WHERE set_id = $1 LIMIT 1";
 constexpr char kListLostEncodings[] =
     "SELECT set_id, COUNT(*) FROM encodings "
     "WHERE set_id NOT IN (SELECT set_id FROM row_sets WHERE kind = 0) "
@@ -354,9 +356,15 @@ void UnassignEmptyRowSet(SqlDatabase& database, absl::string_view model,
         FindRowSet(connection, model, revision, kind);
     if (!set.ok()) return set.status();
     if (!set->has_value()) return false;
-    const absl::StatusOr<bool> has_rows = HasRows(connection, (*set)->id, kind);
-    if (!has_rows.ok()) return has_rows.status();
-    return !*has_rows;
+    absl::StatusOr<bool> has = HasRows(connection, (*set)->id, kind);
+    if (has.ok() && !*has && kind == RowKind::kStatistics) {
+      // A source whose first pieces are written has no row yet.
+      const std::unique_ptr<SqlStatement> row = connection.Prepare(kHasPieces);
+      row->BindInt(1, (*set)->id);
+      has = row->Step(kFindWhat);
+    }
+    if (!has.ok()) return has.status();
+    return !*has;
   };
   bool seems_empty = false;
   const auto look = [&](SqlConnection& connection) -> absl::Status {

@@ -938,7 +938,7 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
                            RowKind::kStatistics)
         .status();
   };
-  // Nobody but who deletes the source overtakes.
+  // Who deletes the source or its revision overtakes.
   absl::Status status;
   do {
     if (!has_set) {

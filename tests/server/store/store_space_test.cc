@@ -26,6 +26,7 @@
 #include "core/types/encoding.h"
 #include "server/store/encoding_store.h"
 #include "server/store/gram_pieces.h"
+#include "server/store/row_sets.h"
 #include "server/store/sql_database.h"
 #include "server/store/sql_encoding_store.h"
 #include "server/store/sql_statistics_store.h"
@@ -528,6 +529,35 @@ TEST_P(StoreSpaceTest, ARefusedContributionLeavesNothing) {
     EXPECT_EQ(GramRows(key), sequence);
     ExpectSound();
   }
+}
+
+TEST_P(StoreSpaceTest, ARefusedContributionLeavesWhatAnotherWrites) {
+  const core::StatisticsState state = testing::MakeStateWithGram(1500);
+  const core::GramState::Parts gram = state.gram->ToParts();
+  // The first step of the first source of the revision.
+  GramWriter writer(&gram);
+  int64_t set_id = 0;
+  const auto step = [&](SqlConnection& connection) -> absl::Status {
+    const absl::StatusOr<RowSet> set =
+        FindOrAddRowSet(connection, "m", "main", RowKind::kStatistics);
+    if (!set.ok()) return set.status();
+    set_id = set->id;
+    absl::Status status =
+        writer.Begin(&connection, absl::nullopt,
+                     {EncodingKey{"m", "main", "a"}, "s", 1, set_id});
+    EXPECT_TRUE(writer.has_steps());
+    return status.ok() ? writer.Step(&connection) : status;
+  };
+  absl::Status status = sql_->Write(step);
+  ASSERT_TRUE(status.ok()) << status;
+  const auto refuse = [](int64_t /*memory*/) { return core::DrainingError(); };
+  EXPECT_EQ(
+      core::ErrorReason(
+          statistics_.Merge({{"m", "main", "b"}, "s", 1}, state, 1, refuse)
+              .status()),
+      "DRAINING");
+  EXPECT_EQ(CountOf("SELECT set_id FROM row_sets"), set_id);
+  EXPECT_EQ(StatisticsPieces(), kPiecesPerTransaction + 1);
 }
 
 TEST_P(StoreSpaceTest, AGramMatrixIsWrittenWhileItsSourceIsDeleted) {
