@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/cleanup/cleanup.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -1006,9 +1007,8 @@ absl::Status PostgresqlDatabase::Read(
     absl::FunctionRef<absl::Status(SqlConnection&)> body) {
   absl::StatusOr<std::unique_ptr<PostgresqlConnection>> connection = Take();
   if (!connection.ok()) return connection.status();
-  absl::Status status = body(**connection);
-  GiveBack(*std::move(connection));
-  return status;
+  const absl::Cleanup give_back = [&] { GiveBack(*std::move(connection)); };
+  return body(**connection);
 }
 
 absl::Status PostgresqlDatabase::Write(
@@ -1016,15 +1016,16 @@ absl::Status PostgresqlDatabase::Write(
   absl::StatusOr<std::unique_ptr<PostgresqlConnection>> taken = Take();
   if (!taken.ok()) return taken.status();
   PostgresqlConnection& connection = **taken;
+  const absl::Cleanup give_back = [&] { GiveBack(*std::move(taken)); };
   absl::Status status = connection.Run(kPostgresqlBegin);
-  if (status.ok()) {
-    status = body(connection);
-    if (status.ok()) status = connection.Commit();
-    if (!status.ok() && !connection.is_broken()) {
-      connection.Run(kPostgresqlRollback).IgnoreError();
-    }
-  }
-  GiveBack(*std::move(taken));
+  if (!status.ok()) return status;
+  absl::Cleanup roll_back = [&connection] {
+    if (connection.is_broken()) return;
+    connection.Run(kPostgresqlRollback).IgnoreError();
+  };
+  status = body(connection);
+  if (status.ok()) status = connection.Commit();
+  if (status.ok()) std::move(roll_back).Cancel();
   return status;
 }
 

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -588,10 +589,11 @@ absl::Status SqliteDatabase::Read(
     connection = idle_readers_.back();
     idle_readers_.pop_back();
   }
-  absl::Status status = body(*connection);
-  absl::MutexLock lock(&read_mutex_);
-  idle_readers_.push_back(connection);
-  return status;
+  const absl::Cleanup give_back = [this, connection] {
+    absl::MutexLock lock(&read_mutex_);
+    idle_readers_.push_back(connection);
+  };
+  return body(*connection);
 }
 
 absl::Status SqliteDatabase::Write(
@@ -602,19 +604,25 @@ absl::Status SqliteDatabase::Write(
     return turn == turn_;
   };
   absl::MutexLock lock(&write_mutex_, absl::Condition(&is_our_turn));
-  absl::Status status = WriteLocked(body);
-  ++turn_;
-  return status;
+  const absl::Cleanup next = [this] {
+    write_mutex_.AssertHeld();
+    ++turn_;
+  };
+  return WriteLocked(body);
 }
 
 absl::Status SqliteDatabase::WriteLocked(
     absl::FunctionRef<absl::Status(SqlConnection&)> body) {
   if (absl::Status status = writer_->Run(kSqliteBegin); !status.ok())
     return status;
+  absl::Cleanup roll_back = [this] {
+    write_mutex_.AssertHeld();
+    // Some errors have rolled back by themselves; then this fails.
+    writer_->Run(kSqliteRollback).IgnoreError();
+  };
   absl::Status status = body(*writer_);
   if (status.ok()) status = writer_->Run(kSqliteCommit);
-  // Some errors have rolled back by themselves; then this one fails.
-  if (!status.ok()) writer_->Run(kSqliteRollback).IgnoreError();
+  if (status.ok()) std::move(roll_back).Cancel();
   return status;
 }
 
@@ -624,10 +632,12 @@ absl::Status SqliteDatabase::WriteNow(
     return core::StoreUnavailableError("another write is under way");
   }
   writer_->SetBusyTimeout(0);
-  absl::Status status = WriteLocked(body);
-  writer_->SetBusyTimeout(kBusyTimeoutMs);
-  write_mutex_.Unlock();
-  return status;
+  const absl::Cleanup unlock = [this] {
+    write_mutex_.AssertHeld();
+    writer_->SetBusyTimeout(kBusyTimeoutMs);
+    write_mutex_.Unlock();
+  };
+  return WriteLocked(body);
 }
 
 absl::optional<int64_t> SqliteDatabase::ForeignVersion() {

@@ -29,7 +29,6 @@
 namespace quantd::testing::builtin_services_test {
 namespace {
 
-constexpr absl::Duration kLongEnough = absl::Minutes(2);
 constexpr char kReflection[] =
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
 // ServerReflectionRequest {7: list_services}.

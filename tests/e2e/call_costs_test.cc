@@ -41,7 +41,6 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
-constexpr absl::Duration kLongEnough = absl::Minutes(2);
 constexpr char kService[] = "/quantd.v1.EncodingService/";
 // The digest of "abc".
 constexpr char kAccess[] =

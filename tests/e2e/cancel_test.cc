@@ -49,7 +49,6 @@
 namespace quantd::testing::cancel_test {
 namespace {
 
-constexpr absl::Duration kLongEnough = absl::Minutes(2);
 constexpr char kService[] = "/quantd.v1.QuantizationService/";
 constexpr char kEncodingService[] = "/quantd.v1.EncodingService/";
 constexpr char kModel[] = "acme/net";

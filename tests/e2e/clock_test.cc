@@ -39,8 +39,6 @@ extern "C" int clock_gettime(clockid_t clock, timespec* time) noexcept {
 namespace quantd {
 namespace {
 
-constexpr absl::Duration kLongEnough = absl::Minutes(2);
-
 class ClockTest : public ::testing::TestWithParam<int> {
  protected:
   // By an hour, forwards or back. Abseil looks at the clock every two seconds
@@ -48,7 +46,7 @@ class ClockTest : public ::testing::TestWithParam<int> {
   static void Step() {
     const absl::Time before = absl::Now();
     g_step_seconds.store(GetParam() * 3600);
-    ASSERT_TRUE(testing::PollUntil(kLongEnough, [before] {
+    ASSERT_TRUE(testing::PollUntil(testing::kLongEnough, [before] {
       return absl::AbsDuration(absl::Now() - before) > absl::Minutes(59);
     }));
   }
@@ -63,7 +61,7 @@ class HalfTensor {
         stream_(stub_->Quantize(&context_)) {
     // So that what nobody ends fails the test, and does not hang.
     canceller_ = std::thread([this] {
-      if (!ended_.WaitFor(kLongEnough)) context_.TryCancel();
+      if (!ended_.WaitFor(testing::kLongEnough)) context_.TryCancel();
     });
     v1::TensorDescription* tensor = message_.mutable_header()->mutable_tensor();
     tensor->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
@@ -106,7 +104,7 @@ class HalfTensor {
 
 // Until the server has read all of the half.
 void WaitForHalf(testing::TestServer& server) {
-  ASSERT_TRUE(testing::PollUntil(kLongEnough, [&server] {
+  ASSERT_TRUE(testing::PollUntil(testing::kLongEnough, [&server] {
     return testing::MetricValue(server.metrics(),
                                 "quantd_payload_bytes_total") >= 16;
   }));
@@ -115,7 +113,7 @@ void WaitForHalf(testing::TestServer& server) {
 // Until it holds that.
 void WaitForTensor(testing::TestServer& server) {
   WaitForHalf(server);
-  ASSERT_TRUE(testing::PollUntil(kLongEnough, [&server] {
+  ASSERT_TRUE(testing::PollUntil(testing::kLongEnough, [&server] {
     return server.server().memory_used_bytes() > 0;
   }));
 }

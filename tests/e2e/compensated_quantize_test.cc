@@ -21,7 +21,6 @@
 namespace quantd::testing::compensated_quantize_test {
 namespace {
 
-constexpr absl::Duration kLongEnough = absl::Minutes(2);
 constexpr int64_t kFeatures = 1024;
 constexpr int64_t kRows = 64;
 // What rounding takes beside the weight: its Gram matrix, and that of float64.

@@ -40,8 +40,6 @@ using server::FileDescriptor;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
-constexpr absl::Duration kLongEnough = absl::Minutes(2);
-
 // A connection to "127.0.0.1:port", from an address of this machine.
 FileDescriptor Connect(const std::string& to, const char* from = "127.0.0.1") {
   FileDescriptor connection(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));

@@ -24,7 +24,6 @@
 namespace quantd::testing::flow_control_test {
 namespace {
 
-constexpr absl::Duration kLongEnough = absl::Minutes(2);
 constexpr char kQuantize[] = "/quantd.v1.QuantizationService/Quantize";
 
 using DequantizeStream =

@@ -25,7 +25,6 @@
 namespace quantd::testing::locked_store_test {
 namespace {
 
-constexpr absl::Duration kLongEnough = absl::Minutes(2);
 // More than threads of any kind.
 constexpr int kWriters = 16;
 

@@ -36,7 +36,6 @@ namespace {
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-constexpr absl::Duration kLongEnough = absl::Minutes(2);
 constexpr char kCalibrate[] = "/quantd.v1.QuantizationService/Calibrate";
 constexpr char kQuantize[] = "/quantd.v1.QuantizationService/Quantize";
 constexpr char kDequantize[] = "/quantd.v1.QuantizationService/Dequantize";

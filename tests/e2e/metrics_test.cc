@@ -35,8 +35,6 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
-constexpr absl::Duration kLongEnough = absl::Minutes(2);
-
 void SetDeadline(grpc::ClientContext* context) {
   context->set_deadline(absl::ToChronoTime(absl::Now() + kLongEnough));
 }

@@ -45,7 +45,6 @@ namespace quantd::testing::slow_clients_test {
 namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
-constexpr absl::Duration kLongEnough = absl::Minutes(2);
 constexpr char kQuantize[] = "/quantd.v1.QuantizationService/Quantize";
 constexpr char kDequantize[] = "/quantd.v1.QuantizationService/Dequantize";
 

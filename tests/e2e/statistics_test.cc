@@ -34,7 +34,6 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-constexpr absl::Duration kLongEnough = absl::Minutes(2);
 constexpr char kModel[] = "net";
 
 v1::EncodingSpec Spec(

@@ -19,7 +19,6 @@
 namespace quantd::testing {
 namespace {
 
-constexpr absl::Duration kLongEnough = absl::Seconds(120);
 // For an answer that is not to come; a server that is in order takes less.
 constexpr absl::Duration kUntilTakenToWait = absl::Milliseconds(300);
 constexpr char kQuantize[] = "/quantd.v1.QuantizationService/Quantize";

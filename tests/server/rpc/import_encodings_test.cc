@@ -29,8 +29,6 @@ namespace {
 
 using ::testing::StartsWith;
 
-constexpr absl::Duration kLongEnough = absl::Seconds(120);
-
 // AIMET 0.6.1, which has an object for each scale.
 std::string AimetFile(int tensors, int scales) {
   std::string text = R"({"version":"0.6.1","activation_encodings":{},)"

@@ -31,10 +31,6 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// The time-out of a store that is not to run into it: a busy machine is no
-// failure, and neither is waiting for something to become true.
-constexpr absl::Duration kLongEnough = absl::Minutes(2);
-
 std::shared_ptr<const core::Encoding> MakeEncoding() {
   core::Encoding encoding;
   encoding.format = static_cast<core::NumberFormat>(8);
@@ -51,7 +47,8 @@ class PostgresqlDatabaseTest : public ::testing::Test {
       GTEST_SKIP() << "PostgreSQL is not installed";
     }
     database_.emplace(testing::Backend::kPostgresql);
-    store_ = std::make_unique<SqlEncodingStore>(database_->Open(kLongEnough));
+    store_ = std::make_unique<SqlEncodingStore>(
+        database_->Open(testing::kLongEnough));
   }
 
   static testing::PostgresqlCluster& cluster() {
@@ -76,7 +73,7 @@ class PostgresqlDatabaseTest : public ::testing::Test {
     options.url = database_->url();
     options.connections = 1;
     absl::StatusOr<std::shared_ptr<PostgresqlDatabase>> database;
-    EXPECT_TRUE(testing::PollUntil(kLongEnough, [&] {
+    EXPECT_TRUE(testing::PollUntil(testing::kLongEnough, [&] {
       database = PostgresqlDatabase::Open(options);
       return database.ok();
     })) << database.status();
@@ -108,7 +105,7 @@ TEST_F(PostgresqlDatabaseTest, FailsWhileTheServerIsAwayAndThenGoesOn) {
   cluster().Start();
   // There is a pause between two attempts to connect.
   absl::Status status;
-  EXPECT_TRUE(testing::PollUntil(kLongEnough, [&] {
+  EXPECT_TRUE(testing::PollUntil(testing::kLongEnough, [&] {
     status = Put();
     return status.ok();
   })) << status;
@@ -130,7 +127,7 @@ TEST_F(PostgresqlDatabaseTest, DoesNotWaitForAServerThatHangs) {
   ASSERT_NE(database, nullptr);
   int64_t pid = 0;
   absl::Status status;
-  ASSERT_TRUE(testing::PollUntil(kLongEnough, [&] {
+  ASSERT_TRUE(testing::PollUntil(testing::kLongEnough, [&] {
     status = database->Read([&](SqlConnection& connection) {
       const std::unique_ptr<SqlStatement> row =
           connection.Prepare("SELECT CAST(pg_backend_pid() AS BIGINT)");
@@ -143,7 +140,7 @@ TEST_F(PostgresqlDatabaseTest, DoesNotWaitForAServerThatHangs) {
   ASSERT_EQ(kill(static_cast<pid_t>(pid), SIGSTOP), 0);
   ExpectUnavailable(database->Ping());
   // Through a session of its own.
-  EXPECT_TRUE(testing::PollUntil(kLongEnough, [&] {
+  EXPECT_TRUE(testing::PollUntil(testing::kLongEnough, [&] {
     status = database->Ping();
     return status.ok();
   })) << status;
@@ -172,7 +169,7 @@ TEST_F(PostgresqlDatabaseTest, WaitsForALockNoLongerThanForTheServer) {
 // The version of a handle, once it listens.
 int64_t VersionOf(SqlDatabase& database) {
   absl::optional<int64_t> version;
-  EXPECT_TRUE(testing::PollUntil(kLongEnough, [&] {
+  EXPECT_TRUE(testing::PollUntil(testing::kLongEnough, [&] {
     version = database.ForeignVersion();
     return version.has_value();
   })) << "it does not listen";
@@ -181,7 +178,7 @@ int64_t VersionOf(SqlDatabase& database) {
 
 // Whether the version becomes another one.
 bool Changes(SqlDatabase& database, int64_t version) {
-  return testing::PollUntil(kLongEnough,
+  return testing::PollUntil(testing::kLongEnough,
                             [&] { return VersionOf(database) != version; });
 }
 
@@ -189,7 +186,7 @@ TEST_F(PostgresqlDatabaseTest, KeepsToItsNumberOfConnections) {
   PostgresqlDatabase::Options options;
   options.url = database_->url() + " application_name=counted";
   options.connections = 2;
-  options.timeout = kLongEnough;
+  options.timeout = testing::kLongEnough;
   const auto database = PostgresqlDatabase::Open(options);
   ASSERT_TRUE(database.ok()) << database.status();
   SqlEncodingStore store(*database);
@@ -268,8 +265,9 @@ TEST_F(PostgresqlDatabaseTest, TakesNothingForCertainThatItCouldNotHear) {
   const auto database = database_->Open();
   const int64_t before = VersionOf(*database);
   cluster().Stop();
-  EXPECT_TRUE(testing::PollUntil(
-      kLongEnough, [&] { return !database->ForeignVersion().has_value(); }));
+  EXPECT_TRUE(testing::PollUntil(testing::kLongEnough, [&] {
+    return !database->ForeignVersion().has_value();
+  }));
   cluster().Start();
   EXPECT_NE(VersionOf(*database), before);
 }
@@ -278,7 +276,7 @@ TEST_F(PostgresqlDatabaseTest, RefusesANewerSchemaInWords) {
   Execute("INSERT INTO quantd_schema VALUES (99)");
   PostgresqlDatabase::Options options;
   options.url = database_->url();
-  options.timeout = kLongEnough;
+  options.timeout = testing::kLongEnough;
   const absl::Status status = PostgresqlDatabase::Open(options).status();
   EXPECT_EQ(core::ErrorReason(status), "STORE_SCHEMA") << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("99"));
@@ -296,7 +294,7 @@ TEST_F(PostgresqlDatabaseTest, PreparesAnEmptyDatabaseOnceForManyReplicas) {
 TEST_F(PostgresqlDatabaseTest, TriesOneHostAfterTheOther) {
   PostgresqlDatabase::Options options;
   options.url = database_->url();
-  options.timeout = kLongEnough;
+  options.timeout = testing::kLongEnough;
   const size_t host = options.url.find("host=") + 5;
   // Nobody listens in the first directory.
   options.url.insert(host, "/nowhere,");
