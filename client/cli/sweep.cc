@@ -8,9 +8,11 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/importance_options.h"
@@ -104,6 +106,7 @@ class Sweeper {
     if (status.ok()) status = AddTies(client.get(), &*request);
     if (!status.ok()) return FailEarly(status, &session_);
     AddColumns();
+    absl::Status name_status;
     {
       Progress progress(Progress::Unit::kTensors, !session_.quiet);
       status = client->Sweep(*request, [&](const v1::SweepResponse& response) {
@@ -111,12 +114,16 @@ class Sweeper {
                      response.name().tensor());
         if (response.has_summary()) {
           summary_ = response.summary();
-        } else {
-          AddTensor(response);
+          return true;
         }
-        return true;
+        if (!options_.file.output.path.empty()) {
+          name_status = CheckNameForSpecFile(response.name().tensor());
+        }
+        AddTensor(response);
+        return name_status.ok();
       });
     }
+    if (!name_status.ok()) return session_.FailUsage(name_status);
     if (status.ok() && options_.budget.has_value()) {
       status = Choose(*request, client.get());
     }
@@ -173,8 +180,17 @@ class Sweeper {
     const absl::StatusOr<TieOptions> options = options_.file.ties.Parse();
     if (!options.ok()) return options.status();
     std::vector<const files::FileTensor*> tensors;
+    absl::flat_hash_set<absl::string_view> names;
     for (const MeasuredTensor& predicted : predicted_) {
       tensors.push_back(predicted.tensor);
+      names.insert(predicted.tensor->name);
+    }
+    // A pattern names two tensors or more, of which --pattern may leave out
+    // some.
+    for (const NamedTies& ties : ties_) {
+      for (const std::string& name : ties.tensors) {
+        if (names.insert(name).second) tensors.push_back(AddName(name));
+      }
     }
     const absl::StatusOr<std::vector<TieGroup>> groups =
         FindTiedTensors(*options, tensors);
@@ -187,14 +203,18 @@ class Sweeper {
     return absl::OkStatus();
   }
 
-  // What a mixture is chosen by.
-  void AddPredicted(const v1::SweepResponse& response) {
+  const files::FileTensor* AddName(const std::string& name) {
     files::FileTensor& tensor = names_.emplace_back();
-    tensor.name = response.name().tensor();
+    tensor.name = name;
     // Of a matrix, as what runtimes fuse is; statistics tell no shape.
     tensor.shape = {1, 1};
+    return &tensor;
+  }
+
+  // What a mixture is chosen by.
+  void AddPredicted(const v1::SweepResponse& response) {
     MeasuredTensor& predicted = predicted_.emplace_back();
-    predicted.tensor = &tensor;
+    predicted.tensor = AddName(response.name().tensor());
     predicted.candidates.resize(specs_.texts().size());
     for (MeasuredCandidate& candidate : predicted.candidates) {
       candidate.status = absl::UnknownError("not predicted");

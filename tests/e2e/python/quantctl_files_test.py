@@ -556,6 +556,18 @@ class AllOrNothingTest(FilesCase):
         self.assertIn("1 of 4 tensors failed; ", result.stderr)
         self.assertEqual(len(read_safetensors(good)[0]), 7)
 
+    def test_ASweepRefusesANameThatAFileOfSpecsCannotHave(self):
+        path = self.path("named")
+        write_safetensors(path, {"a=b.weight": ("F32", [4], floats(1, 2, 3, 4))},
+                          {})
+        names = ("--model", "named")
+        self.run_quantctl("calibrate", path, *names, "--source", "a",
+                          "--sequence", "1")
+        mixture = self.path("named.txt")
+        self.refused("sweep", *names, "--spec", "int8", "--min-sqnr", "1", "-o",
+                     mixture, code=USAGE, words=["a=b.weight"])
+        self.assertFalse(os.path.exists(mixture))
+
     def test_ASweepWritesOnlyWhatMeetsTheTarget(self):
         names = ("--model", "unmet")
         self.run_quantctl("calibrate", self.input, *names, "--source", "a",

@@ -268,6 +268,12 @@ class QuantctlTest(QuantctlCase):
         elements = 128 * 1024 + 10 * 128
         self.assertLessEqual(report["mixture"]["size_bytes"], elements * 6 / 8)
         self.assertTrue(report["mixture"]["target_met"])
+        # A pattern of ties may have a member that is not asked for.
+        alone = self.json("sweep", *names, "--spec", "int8", "--spec", "int4",
+                          "--pattern", "fc1*", "--tie", "{l}{1,2}.weight",
+                          "--max-bits-per-element", "6")
+        self.assertEqual(
+            [c["tensor"] for c in alone["mixture"]["choices"]], ["fc1.weight"])
         too_small = self.json("sweep", *names, *specs, "--max-bytes", "100",
                               code=1)
         self.assertFalse(too_small["mixture"]["target_met"])
