@@ -304,17 +304,36 @@ class OnnxTensors::Parser {
       break;
     }
     FindCastCodes();
-    for (MappedFile& opened : tensors_.files_) {
-      std::vector<TensorBytes> named;
-      for (const FileTensor& tensor : tensors_.tensors_) {
-        named.push_back({tensor.name, tensor.data});
-      }
-      opened.SetTensors(std::move(named));
-    }
+    NameTensors();
     return absl::OkStatus();
   }
 
  private:
+  // Tells every file which tensors it has. There may be a file for each.
+  void NameTensors() {
+    std::vector<const FileTensor*> sorted;
+    for (const FileTensor& tensor : tensors_.tensors_) {
+      sorted.push_back(&tensor);
+    }
+    std::sort(sorted.begin(), sorted.end(),
+              [](const FileTensor* a, const FileTensor* b) {
+                return a->data.data() < b->data.data();
+              });
+    for (MappedFile& file : tensors_.files_) {
+      auto next =
+          std::lower_bound(sorted.begin(), sorted.end(), file.bytes().data(),
+                           [](const FileTensor* tensor, const uint8_t* begin) {
+                             return tensor->data.data() < begin;
+                           });
+      const uint8_t* const end = file.bytes().data() + file.bytes().size();
+      std::vector<TensorBytes> named;
+      for (; next != sorted.end() && (*next)->data.data() < end; ++next) {
+        named.push_back({(*next)->name, (*next)->data});
+      }
+      file.SetTensors(std::move(named));
+    }
+  }
+
   // Of an initializer.
   struct Info {
     absl::string_view name;
