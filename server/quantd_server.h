@@ -134,6 +134,7 @@ class QuantdServer {
   core::ThreadPool pool_;
   core::ThreadPool store_pool_;
   core::ThreadPool write_pool_;
+  core::ThreadPool long_write_pool_;
   core::ThreadPool statistics_pool_;
   core::ThreadPool long_pool_;
   const std::unique_ptr<core::ThreadPool> helper_pool_;

@@ -41,6 +41,7 @@
 #include "server/rpc/tensor_calibration.h"
 #include "server/rpc/tensor_header.h"
 #include "server/rpc/tensor_job.h"
+#include "server/store/gram_pieces.h"
 #include "server/store/statistics_store.h"
 #include "server/wire/encoding_proto.h"
 #include "server/wire/names.h"
@@ -542,9 +543,16 @@ class CalibrateJob final : public TensorJob {
     return absl::OkStatus();
   }
   StoreUse FinishUse() const override {
-    if (step_ == Step::kReadStored) return StoreUse::kReadStatistics;
-    return step_ == Step::kContribute || step_ == Step::kPut ? StoreUse::kWrite
-                                                             : StoreUse::kNone;
+    switch (step_) {
+      case Step::kReadStored:
+        return StoreUse::kReadStatistics;
+      case Step::kContribute:
+        return ContributesInSteps() ? StoreUse::kLongWrite : StoreUse::kWrite;
+      case Step::kPut:
+        return StoreUse::kWrite;
+      default:
+        return StoreUse::kNone;
+    }
   }
   bool FinishIsLong() const override {
     return step_ == Step::kFinishGram || step_ == Step::kSplitState ||
@@ -646,6 +654,14 @@ class CalibrateJob final : public TensorJob {
   bool has_gram() const {
     return task_.contribution.has_value() &&
            task_.contribution->features.gram.has_value();
+  }
+
+  bool ContributesInSteps() const {
+    if (!has_gram()) return false;
+    const GramTask& gram = *task_.contribution->features.gram;
+    return TakesSteps(
+        core::GramState::MemoryBytes(gram.feature_count, gram.part_size) /
+        static_cast<int64_t>(sizeof(int64_t)));
   }
 
   // Errors: CONTRIBUTION_INVALID, STATISTICS_MISMATCH, MEMORY_BUDGET, of the
@@ -829,6 +845,7 @@ class CalibrateJob final : public TensorJob {
     absl::StatusOr<ContributionOutcome> outcome = task_.statistics->Merge(
         contribution.key, *part_, contribution.averaging_constant,
         [&](int64_t memory_bytes) -> absl::Status {
+          if (stop().stopped()) return core::StoppedError();
           merge_bytes_ = memory_bytes;
           absl::Status status = ReserveMerge();
           is_refused = !status.ok();

@@ -173,6 +173,8 @@ StepKind OpenTensor::next_step() const {
       return StepKind::kStatistics;
     case StoreUse::kWrite:
       return StepKind::kWrite;
+    case StoreUse::kLongWrite:
+      return StepKind::kLongWrite;
     case StoreUse::kNone:
       break;
   }

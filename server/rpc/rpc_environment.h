@@ -28,6 +28,7 @@ struct RpcEnvironment {
   core::ThreadPool* pool;
   core::ThreadPool* store_pool;
   core::ThreadPool* write_pool;
+  core::ThreadPool* long_write_pool;
   // Of lower priority than those above.
   core::ThreadPool* statistics_pool;
   core::ThreadPool* long_pool;

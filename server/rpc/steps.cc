@@ -16,6 +16,8 @@ core::ThreadPool* PoolOf(const RpcEnvironment& env, StepKind kind) {
       return env.statistics_pool;
     case StepKind::kWrite:
       return env.write_pool;
+    case StepKind::kLongWrite:
+      return env.long_write_pool;
     case StepKind::kLong:
       return env.long_pool;
     case StepKind::kLight:

@@ -32,6 +32,9 @@ enum class StepKind {
   // The same to write, which others may keep waiting for seconds: apart, so
   // that no read waits behind it.
   kWrite,
+  // The same in many transactions, with which others take turns: apart, so that
+  // no short write waits behind all of them.
+  kLongWrite,
   // May take more than kShortWork: a thread of its own, to its end, of lower
   // priority than those above. The operating system shares the processors; see
   // core/parallel/stop_token.h. Nothing else is done there, and no call of
@@ -42,7 +45,7 @@ enum class StepKind {
 // Whether the thread of such a step waits for a store.
 constexpr bool MayWait(StepKind kind) {
   return kind == StepKind::kStore || kind == StepKind::kStatistics ||
-         kind == StepKind::kWrite;
+         kind == StepKind::kWrite || kind == StepKind::kLongWrite;
 }
 
 // Whether it is of lower priority, and so calls nothing of gRPC.

@@ -25,7 +25,7 @@ namespace quantd::server {
 
 // What a call of a job does with a store, for which it waits; of several, the
 // last.
-enum class StoreUse { kNone, kRead, kReadStatistics, kWrite };
+enum class StoreUse { kNone, kRead, kReadStatistics, kWrite, kLongWrite };
 
 // Which bytes come up, and in what portions a job takes them.
 struct TensorFrame {

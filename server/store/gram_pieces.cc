@@ -196,8 +196,7 @@ absl::Status GramWriter::Begin(SqlConnection* connection,
 }
 
 bool GramWriter::has_steps() const {
-  return sum_count_ - count_ * kSumsPerPiece >
-         kPiecesPerTransaction * kSumsPerPiece;
+  return TakesSteps(sum_count_ - count_ * kSumsPerPiece);
 }
 
 absl::Status GramWriter::Step(SqlConnection* connection) {

@@ -28,6 +28,11 @@ constexpr int64_t kFirstGramPiece = int64_t{1} << 40;
 // Sums of a piece, but of the last.
 constexpr int64_t kSumsPerPiece = int64_t{1} << 17;
 
+// Whether so many are written in several transactions.
+constexpr bool TakesSteps(int64_t sum_count) {
+  return sum_count > kPiecesPerTransaction * kSumsPerPiece;
+}
+
 // What writing one holds, with `part`, which is null if there is none.
 int64_t WriteGramBytes(const core::GramState::Parts* part);
 
