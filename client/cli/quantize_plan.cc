@@ -343,11 +343,8 @@ absl::Status FindBlocks(const QuantizeOptions& options,
     const bool is_left_out =
         *is_copied && IsNamed(options, plan->specs, tensor.name);
     auto& said = is_left_out ? plan->left_out_notes : plan->notes;
-    said.push_back(absl::StrCat(
-        "quantctl: tensor ", tensor.name, ": rows of ",
-        tensor.shape.empty() ? 1 : tensor.shape.back(),
-        " elements have no whole blocks of ", spec.gguf_type, ": ",
-        *is_copied ? "copied" : absl::StrCat((*type)->name, " in its place")));
+    said.push_back(
+        absl::StrCat("quantctl: ", NoWholeBlocksText(spec, tensor, "copied")));
   }
   if (*is_copied) return absl::OkStatus();
   return files::CheckGgufEntry(options.output.path,
