@@ -962,7 +962,7 @@ def test_HeadEmbeddingsAndRoutersStay(tmp_path, quantctl):
     rng = np.random.default_rng(1)
     kept = ["embed_out", "gpt_neox.embed_in", "lm_head",
             "model.decoder.embed_positions", "model.embed_tokens",
-            "model.layers.0.mlp.gate", "net.embed", "wpe", "wte"]
+            "model.layers.0.mlp.router", "net.embed", "wpe", "wte"]
     taken = ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.down_proj"]
     quantd.save(source / "model.safetensors", {
         name + ".weight": rng.standard_normal((32, 64), np.float32)
@@ -1012,7 +1012,7 @@ def write_modules(folder, shapes, dtype=np.float32):
 
 
 def test_WhatVllmHasNoQuantizedLayersForStays(tmp_path, quantctl):
-    kept = ["head", "proj_out", "model.layers.61.eh_proj",
+    kept = ["head", "proj_out", "model.layers.61.eh_proj", "text_model.head",
             "model.layers.61.shared_head.head", "model.mtp_linear_proj",
             "model.mtp_layers.0.input_proj",
             *(f"backbone.layers.0.mixer.{name}_proj"
@@ -1044,6 +1044,25 @@ LLAMA4_VISION = ["vision_model.patch_embedding.linear",
     (LLAMA4_VISION, ["language_model.model.layers.0.self_attn.q_proj"]),
     # Of other models vLLM quantizes modules of these names.
     ([], LLAMA4_VISION[1:]),
+    (["mlp1.1", "mlp1.3", "vision_model.encoder.layers.0.attn.qkv"],
+     ["language_model.model.layers.0.mlp1_proj"]),
+    (["model.audio_tower.conformer.0.attention.attn.q_proj",
+      "model.embed_audio.embedding_projection"],
+     ["model.language_model.layers.0.self_attn.q_proj"]),
+    (["audio_tower.layers.0.fc1", "multi_modal_projector.linear"],
+     ["language_model.model.layers.0.mlp.up_proj"]),
+    ([], ["multi_modal_projector.linear"]),
+    (["model.vision_tower.encoder.layers.0.self_attn.q_proj.linear",
+      "model.vision_tower.patch_embedder.input_proj"],
+     ["model.vision_tower.encoder.layers.0.self_attn.q_proj",
+      "model.layers.0.linear"]),
+    # Of SigLIP, with sizes that are no multiples of 64.
+    (["vision_tower.vision_model.encoder.layers.0.mlp.fc1",
+      "vision_model.head.mlp.fc2"],
+     ["vision_tower.vision_model.encoder.layers.0.self_attn.q_proj",
+      "model.decoder.layers.0.fc1"]),
+    # That of RWKV is no router.
+    ([], ["blocks.0.attention.gate"]),
     (["multi_modal_projector.patch_merger.merging_layer"],
      ["multi_modal_projector.linear_1", "multi_modal_projector.linear_2"]),
     (["patch_merger.merging_layer"], ["vision_language_adapter.w_in"]),
