@@ -3,11 +3,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -21,6 +23,10 @@
 
 namespace quantd::cli {
 namespace {
+
+// A target of no module: it matches the texts, such as "re:.*up_proj.*", that
+// vLLM up to 0.11.0 looks up in place of the names of experts.
+constexpr char kExpertsTarget[] = "re:re:[.][*](gate|up|down)_proj[.][*]";
 
 // Code `index` of a tensor as the server packs it, from 0 on: plus 2^(bits - 1)
 // where it is signed.
@@ -171,11 +177,18 @@ Json CompressedModel::Config(const std::vector<std::string>& ignored,
     const std::string layout = scheme["format"];
     format = format.empty() || format == layout ? layout : "mixed-precision";
   }
+  const absl::flat_hash_set<std::string> is_ignored(ignored.begin(),
+                                                    ignored.end());
+  std::set<size_t> groups_with_experts;
   for (const auto& [experts, group] : group_of_experts) {
+    groups_with_experts.insert(group);
     for (std::string& module : ModulesOfLayer(experts)) {
-      if (modules_.contains(module)) continue;
+      if (modules_.contains(module) || is_ignored.contains(module)) continue;
       groups[group].second.push_back(std::move(module));
     }
+  }
+  if (groups_with_experts.size() == 1) {
+    groups[*groups_with_experts.begin()].second.push_back(kExpertsTarget);
   }
   Json config_groups = Json::object();
   for (size_t i = 0; i < groups.size(); ++i) {

@@ -21,6 +21,10 @@ namespace {
 
 using Kind = ActivationsChoice::Kind;
 
+// Of Marlin's smallest tile.
+constexpr int64_t kMarlinRows = 64;
+constexpr int64_t kMarlinColumns = 128;
+
 // The largest E2M1 number times the largest E4M3 number.
 constexpr float kNvfp4Largest = 6.0f * 448.0f;
 
@@ -328,6 +332,18 @@ bool HasKernels(const Json& module, const Json& input_arguments) {
          (weights["num_bits"] == 4 ||
           (weights.contains("scale_dtype") &&
            input_arguments.contains("scale_dtype")));
+}
+
+bool MarlinTakes(const Json& module, const Json& input_arguments, int64_t rows,
+                 int64_t columns) {
+  if (!input_arguments.is_null() || module["format"] != "pack-quantized") {
+    return true;
+  }
+  const Json& weights = module["weights"];
+  const bool has_group =
+      weights["strategy"] != "group" || weights["group_size"] == 32 ||
+      weights["group_size"] == 64 || weights["group_size"] == 128;
+  return rows % kMarlinRows == 0 && columns % kMarlinColumns == 0 && has_group;
 }
 
 bool HasExpertKernels(const Json& module, const Json& input_arguments) {

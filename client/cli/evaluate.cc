@@ -12,6 +12,7 @@
 #include <variant>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -186,6 +187,49 @@ absl::StatusOr<EvaluateJob> MakeJob(const EvaluateOptions& options,
     job.candidates.push_back({*spec, candidate.label});
   }
   return job;
+}
+
+// Takes away the tensors whose rows have no whole blocks of a candidate, and
+// says which, and whose blocks are of another type. Those that --include names
+// stay, and fail.
+// Errors: ARGUMENT_INVALID if none is left.
+absl::Status LeaveOutNoBlocks(const EvaluateOptions& options,
+                              const std::vector<Candidate>& candidates,
+                              Session* session,
+                              std::vector<const files::FileTensor*>* tensors,
+                              std::vector<std::string>* left_out) {
+  std::vector<const files::FileTensor*> measured;
+  std::vector<std::string> notes;
+  for (const files::FileTensor* const tensor : *tensors) {
+    const bool is_named = absl::c_any_of(
+        options.filter.include, [tensor](const std::string& pattern) {
+          return MatchesGlob(pattern, tensor->name);
+        });
+    bool is_left_out = false;
+    for (const Candidate& candidate : candidates) {
+      if (candidate.is_stored) continue;
+      const std::string text =
+          NoWholeBlocksText(candidate.spec, *tensor, "left out");
+      if (text.empty()) continue;
+      const bool is_without = !IsBlocks(candidate, *tensor);
+      if (is_without && is_named) continue;
+      is_left_out = is_left_out || is_without;
+      notes.push_back(absl::StrCat("quantctl: ", text));
+    }
+    if (is_left_out) {
+      left_out->push_back(tensor->name);
+    } else {
+      measured.push_back(tensor);
+    }
+  }
+  if (measured.empty()) {
+    return ArgumentInvalidError(absl::StrCat(
+        "expected tensors whose rows have whole blocks, got none among ",
+        tensors->size(), ", such as ", left_out->front()));
+  }
+  *tensors = std::move(measured);
+  if (!session->quiet) PrintNotes(notes, session);
+  return absl::OkStatus();
 }
 
 // Whether the reference has the tensor as it is here.
@@ -497,9 +541,13 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
     if (!opened.ok()) return session->Fail(opened.status());
     reference.emplace(*std::move(opened));
   }
-  const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
+  absl::StatusOr<std::vector<const files::FileTensor*>> taken =
       SelectMeasurable(*input, options.filter, nullptr, session);
   if (!taken.ok()) return session->FailUsage(taken.status());
+  std::vector<std::string> left_out;
+  const absl::Status measured =
+      LeaveOutNoBlocks(options, *candidates, session, &*taken, &left_out);
+  if (!measured.ok()) return session->FailUsage(measured);
   const absl::StatusOr<Connections> connections =
       options.streams.Connect(*session);
   if (!connections.ok()) return session->FailUsage(connections.status());
@@ -633,6 +681,7 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
   if (session->json) {
     return session->PrintJson({{"input", options.input},
                                {"retries", session->retries()},
+                               {"left_out", left_out},
                                {"tensors", list}});
   }
   session->Print(table.Render(StdoutHasStyle()));

@@ -29,15 +29,16 @@ namespace {
 
 // What lies beside codes in the layouts of others.
 constexpr absl::string_view kBeside[] = {
-    "_scale",        "_scale_inv",        "_scale_2",       ".scale",
-    ".scales",       "_scales",           "_zero_point",    "_absmax",
-    ".absmax",       "_quant_map",        ".quant_map",     ".SCB",
-    "_global_scale", "_weight_scale",     ".codebooks",     ".scale_weight",
-    ".zero",         "_weight_scale_inv", "_weight_scale_2"};
+    "_scale",        "_scale_inv",        "_scale_2",        ".scale",
+    ".scales",       "_scales",           "_zero_point",     "_absmax",
+    ".absmax",       "_quant_map",        ".quant_map",      ".SCB",
+    "_global_scale", "_weight_scale",     ".codebooks",      ".scale_weight",
+    ".zero",         "_weight_scale_inv", "_weight_scale_2", ".s"};
 // How the name of codes goes on where that of what lies beside them ends.
 constexpr absl::string_view kCodeEnds[] = {
-    "",      "_packed",     ".weight", "_blocks", ".blocks",
-    "_data", "_data._data", "_qdata",  ".W_q",    ".codes"};
+    "",        "_packed", ".weight",     "_blocks",
+    ".blocks", "_data",   "_data._data", "_qdata",
+    ".W_q",    ".codes",  ".B"};
 // Names that only codes have, and what lies beside them where they may be in
 // another file.
 constexpr absl::string_view kOfCodes[] = {".qweight",
@@ -54,7 +55,12 @@ constexpr absl::string_view kOfCodes[] = {".qweight",
                                           "._weight_scale",
                                           "._weight_zero_point",
                                           ".W_q",
-                                          ".comfy_quant"};
+                                          ".comfy_quant",
+                                          ".Qidxs",
+                                          ".q_weight",
+                                          ".trellis",
+                                          ".suh",
+                                          ".svh"};
 // As AutoGPTQ and AutoAWQ call theirs.
 constexpr const char* kPlainConfigFiles[] = {"quantize_config.json",
                                              "quant_config.json"};
@@ -63,21 +69,24 @@ bool HasCodes(const files::FileTensor* tensor) {
   return tensor != nullptr && !ElementTypeOf(tensor->dtype).has_value();
 }
 
-// Whether a file has a matrix of a type that codes have.
+// Whether a tensor is a matrix of a type that codes have.
+bool IsCodeMatrix(const files::FileTensor& tensor) {
+  switch (tensor.dtype) {
+    case files::Dtype::kU8:
+    case files::Dtype::kI8:
+    case files::Dtype::kF8E4M3:
+    case files::Dtype::kF8E5M2:
+    case files::Dtype::kI16:
+    case files::Dtype::kI32:
+      return tensor.shape.size() >= 2;
+    default:
+      return false;
+  }
+}
+
 bool HasCodeMatrix(const TensorInput& input) {
   return std::any_of(input.tensors().begin(), input.tensors().end(),
-                     [](const files::FileTensor& tensor) {
-                       switch (tensor.dtype) {
-                         case files::Dtype::kU8:
-                         case files::Dtype::kI8:
-                         case files::Dtype::kF8E4M3:
-                         case files::Dtype::kF8E5M2:
-                         case files::Dtype::kI32:
-                           return tensor.shape.size() >= 2;
-                         default:
-                           return false;
-                       }
-                     });
+                     IsCodeMatrix);
 }
 
 // The tensor that holds codes, or what lies beside codes, in the layouts of
@@ -104,10 +113,10 @@ const files::FileTensor* FindCodes(const TensorInput& input) {
         absl::EndsWith(stem, ".weight") && input.Find(stem) == nullptr) {
       return &tensor;
     }
-    // Numbers of eight bits without scales.
-    if (absl::EndsWith(tensor.name, ".weight") && tensor.shape.size() >= 2 &&
-        (tensor.dtype == files::Dtype::kF8E4M3 ||
-         tensor.dtype == files::Dtype::kF8E5M2)) {
+    // Without scales, or with scales of other names, as SmoothQuant's. Of 32
+    // bits it may be a table.
+    if (absl::EndsWith(tensor.name, ".weight") && IsCodeMatrix(tensor) &&
+        tensor.dtype != files::Dtype::kI32) {
       return &tensor;
     }
   }

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
@@ -190,31 +191,102 @@ bool IsRagged(const files::FileTensor& tensor, const Json& weights) {
          tensor.shape[0] % weights["block_structure"][0].get<int64_t>() != 0;
 }
 
+// The name of the tensor that comes last where vLLM fuses those of a group:
+// that of the label's last choice.
+std::string LastOf(const TieGroup& group) {
+  const absl::string_view label = group.label;
+  const size_t open = label.rfind('{');
+  const size_t close = label.rfind('}');
+  const size_t last = label.rfind(',', close) + 1;
+  return absl::StrCat(label.substr(0, open), label.substr(last, close - last),
+                      label.substr(close + 1));
+}
+
 // The labels of fused tensors that vLLM does not load for such rows. It lets
-// those of the last of them pass; keys and values have as many, and so have
-// gate and up.
+// those of the last of them pass.
 std::vector<std::string> FindRagged(
     const std::vector<TieGroup>& fused,
     const absl::flat_hash_set<const files::FileTensor*>& ragged) {
   std::vector<std::string> labels;
   for (const TieGroup& group : fused) {
-    if (group.shares_scale &&
-        std::count_if(group.tensors.begin(), group.tensors.end(),
-                      [&ragged](const files::FileTensor* const tensor) {
-                        return ragged.contains(tensor);
-                      }) > 1) {
+    if (!group.shares_scale) continue;
+    const std::string last = LastOf(group);
+    if (std::any_of(group.tensors.begin(), group.tensors.end(),
+                    [&](const files::FileTensor* const tensor) {
+                      return tensor->name != last && ragged.contains(tensor);
+                    })) {
       labels.push_back(group.label);
     }
   }
   return labels;
 }
 
-// That fused tensors have the same scheme or none. `schemes`  of those that are
-// quantized.
+// Of the tensors that are quantized: what config.json says of the module, and
+// of its inputs.
+using Schemes =
+    absl::flat_hash_map<const files::FileTensor*, std::pair<Json, Json>>;
+
+// Tensors, and labels of fused ones, whose shapes Marlin does not take. Experts
+// have other kernels as well.
+std::vector<std::string> FindNoMarlin(const std::vector<TieGroup>& fused,
+                                      const QuantizePlan& plan,
+                                      const Schemes& schemes) {
+  absl::flat_hash_map<const files::FileTensor*, const TieGroup*> group_of;
+  for (const TieGroup& group : fused) {
+    if (!group.shares_scale) continue;
+    for (const files::FileTensor* const tensor : group.tensors) {
+      group_of[tensor] = &group;
+    }
+  }
+  std::vector<std::string> names;
+  for (const std::unique_ptr<Shard>& shard : plan.shards) {
+    for (const files::FileTensor* const tensor : shard->selected) {
+      const auto scheme = schemes.find(tensor);
+      if (scheme == schemes.end() || tensor->shape.size() != 2 ||
+          !ExpertsOf(tensor->name).empty()) {
+        continue;
+      }
+      const auto& [module, inputs] = scheme->second;
+      const auto group = group_of.find(tensor);
+      const bool is_fused = group != group_of.end();
+      int64_t rows = is_fused ? 0 : tensor->shape[0];
+      for (const files::FileTensor* const member :
+           is_fused ? group->second->tensors : decltype(TieGroup::tensors)()) {
+        if (schemes.contains(member)) rows += member->shape[0];
+      }
+      const std::string& name = is_fused ? group->second->label : tensor->name;
+      if (HasKernels(module, inputs) &&
+          !MarlinTakes(module, inputs, rows, tensor->shape[1]) &&
+          !absl::c_linear_search(names, name)) {
+        names.push_back(name);
+      }
+    }
+  }
+  return names;
+}
+
+// Layers of experts whose schemes are not that of the first one: experts that
+// are not quantized have none.
+std::vector<std::string> FindUnlikeExperts(const std::vector<TieGroup>& fused,
+                                           const Schemes& schemes) {
+  std::vector<std::string> labels;
+  std::optional<Schemes::mapped_type> first;
+  for (const TieGroup& group : fused) {
+    if (group.shares_scale) continue;
+    const auto found = schemes.find(group.tensors[0]);
+    const Schemes::mapped_type scheme =
+        found == schemes.end() ? Schemes::mapped_type() : found->second;
+    if (!first.has_value()) first = scheme;
+    if (scheme != *first) labels.push_back(group.label);
+  }
+  return labels;
+}
+
+// That fused tensors have the same scheme or none.
 // Errors: ARGUMENT_INVALID.
-absl::Status CheckFused(
-    const absl::flat_hash_map<const files::FileTensor*, std::string>& schemes,
-    const std::vector<TieGroup>& fused, const QuantizePlan& plan) {
+absl::Status CheckFused(const Schemes& schemes,
+                        const std::vector<TieGroup>& fused,
+                        const QuantizePlan& plan) {
   std::vector<std::string> unlike;
   for (const TieGroup& group : fused) {
     // What is wrong with a tensor is told by itself.
@@ -296,7 +368,7 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
   }
   std::optional<StoredRanges> stored;
   if (client != nullptr) stored.emplace(options.name, client);
-  absl::flat_hash_map<const files::FileTensor*, std::string> schemes;
+  Schemes schemes;
   absl::flat_hash_set<const files::FileTensor*> ragged;
   for (const std::unique_ptr<Shard>& shard : plan->shards) {
     for (const files::FileTensor* const tensor : shard->selected) {
@@ -333,13 +405,14 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
             stored->Add(input, input, &inputs.arguments, &inputs.parts);
         if (!status.ok()) return status;
       }
-      schemes[tensor] =
-          absl::StrCat(planned->module.dump(), inputs.arguments.dump());
+      schemes[tensor] = {planned->module, inputs.arguments};
       if (IsRagged(*tensor, planned->module["weights"])) ragged.insert(tensor);
     }
   }
   const std::vector<TieGroup> fused = FindFused(*plan);
   plan->ragged = FindRagged(fused, ragged);
+  plan->no_marlin = FindNoMarlin(fused, *plan, schemes);
+  plan->unlike_experts = FindUnlikeExperts(fused, schemes);
   if (!options.ties.no_defaults) {
     const absl::Status status = CheckFused(schemes, fused, *plan);
     if (!status.ok()) return status;

@@ -199,19 +199,31 @@ void QuantizeFolder::RemoveParts() const {
 absl::Status QuantizeFolder::CopyBesides() const {
   if (!files::IsFolder(options_.input)) return absl::OkStatus();
   std::vector<std::string> left_out;
+  const std::set<std::string> of_modules = ModuleFolders();
   for (const std::string& name : FilesIn(options_.input)) {
     const bool is_replaced =
         name == files::kShardIndexName ||
         (options_.IsCompressed() && name == kModelConfigName) ||
         plan_.HasShard(name);
     if (name[0] == '.' || is_replaced) continue;
-    bool is_copied = false;
-    if (options_.IsCompressed() && IsBeside(name)) {
-      const absl::StatusOr<bool> copied = CopyBeside(name);
-      if (!copied.ok()) return copied.status();
-      is_copied = *copied;
+    const bool is_of_modules = of_modules.count(name) > 0;
+    std::vector<std::string> paths = {name};
+    if (options_.IsCompressed() && (is_of_modules || IsFolderBeside(name))) {
+      paths = FilesOf(name);
+      const std::string folder = OutputPath(name);
+      if (mkdir(folder.c_str(), 0777) != 0 && errno != EEXIST) {
+        return files::FileUnwritableError(folder, errno);
+      }
     }
-    if (!is_copied) left_out.push_back(name);
+    for (const std::string& path : paths) {
+      bool is_copied = false;
+      if (options_.IsCompressed() && (is_of_modules || IsBeside(path))) {
+        const absl::StatusOr<bool> copied = CopyBeside(path);
+        if (!copied.ok()) return copied.status();
+        is_copied = *copied;
+      }
+      if (!is_copied) left_out.push_back(path);
+    }
   }
   if (left_out.empty() || session_.quiet) return absl::OkStatus();
   const size_t count = left_out.size();
@@ -223,6 +235,44 @@ absl::Status QuantizeFolder::CopyBesides() const {
           ? absl::StrCat(" and ", CountText(count - kMostFolderNames), " more")
           : ""));
   return absl::OkStatus();
+}
+
+std::set<std::string> QuantizeFolder::ModuleFolders() const {
+  const Json modules = files::ParseJson(
+      internal::ReadTextFile(files::PathIn(options_.input, "modules.json"))
+          .value_or(""));
+  std::set<std::string> folders;
+  if (!modules.is_array()) return folders;
+  for (const Json& module : modules) {
+    if (!module.is_object()) continue;
+    const Json path = module.value("path", Json());
+    if (!path.is_string()) continue;
+    std::string name = path.get<std::string>();
+    if (files::IsFolder(files::PathIn(options_.input, name))) {
+      folders.insert(std::move(name));
+    }
+  }
+  return folders;
+}
+
+std::vector<std::string> QuantizeFolder::FilesOf(
+    const std::string& folder) const {
+  std::vector<std::string> paths;
+  for (const std::string& name :
+       FilesIn(files::PathIn(options_.input, folder))) {
+    if (name[0] != '.') paths.push_back(files::PathIn(folder, name));
+  }
+  return paths;
+}
+
+bool QuantizeFolder::IsFolderBeside(const std::string& name) const {
+  if (!files::IsFolder(files::PathIn(options_.input, name))) return false;
+  const std::vector<std::string> paths = FilesOf(name);
+  return !paths.empty() &&
+         absl::c_all_of(paths, [this](const std::string& path) {
+           return IsBeside(path) &&
+                  !files::IsFolder(files::PathIn(options_.input, path));
+         });
 }
 
 absl::StatusOr<bool> QuantizeFolder::CopyBeside(const std::string& name) const {

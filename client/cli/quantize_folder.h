@@ -4,6 +4,7 @@
 #ifndef QUANTD_CLIENT_CLI_QUANTIZE_FOLDER_H_
 #define QUANTD_CLIENT_CLI_QUANTIZE_FOLDER_H_
 
+#include <set>
 #include <string>
 #include <vector>
 
@@ -48,10 +49,20 @@ class QuantizeFolder {
   // What the shards are made of now has no use any more.
   void RemoveParts() const;
   // What a folder has beside its tensors, such as a tokenizer and code: with
-  // compressed-tensors, whose folder is a model that others load, it is copied.
-  // One line names the rest.
+  // compressed-tensors, whose folder is a model that others load, it is copied,
+  // with folders that have no weights and those of modules. One line names the
+  // rest.
   absl::Status CopyBesides() const;
+  // The folders of further modules that a model of sentence-transformers lists,
+  // such as 1_Pooling.
+  std::set<std::string> ModuleFolders() const;
+  // The paths, from the input on, of what is in one of its folders and is not
+  // hidden.
+  std::vector<std::string> FilesOf(const std::string& folder) const;
+  // Whether a folder of the input has files alone, and no weights.
+  bool IsFolderBeside(const std::string& name) const;
   // False for what is no file, or that another file is in the place of.
+  // `name`  the path from the input on.
   absl::StatusOr<bool> CopyBeside(const std::string& name) const;
   // The modules whose matrix was left as it is.
   std::vector<std::string> IgnoredModules() const;

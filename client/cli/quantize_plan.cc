@@ -19,6 +19,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "client/cli/coded_input.h"
 #include "client/cli/compressed_model.h"
 #include "client/cli/compressed_scheme.h"
@@ -343,11 +344,8 @@ absl::Status FindBlocks(const QuantizeOptions& options,
     const bool is_left_out =
         *is_copied && IsNamed(options, plan->specs, tensor.name);
     auto& said = is_left_out ? plan->left_out_notes : plan->notes;
-    said.push_back(absl::StrCat(
-        "quantctl: tensor ", tensor.name, ": rows of ",
-        tensor.shape.empty() ? 1 : tensor.shape.back(),
-        " elements have no whole blocks of ", spec.gguf_type, ": ",
-        *is_copied ? "copied" : absl::StrCat((*type)->name, " in its place")));
+    said.push_back(
+        absl::StrCat("quantctl: ", NoWholeBlocksText(spec, tensor, "copied")));
   }
   if (*is_copied) return absl::OkStatus();
   return files::CheckGgufEntry(options.output.path,
@@ -356,43 +354,54 @@ absl::Status FindBlocks(const QuantizeOptions& options,
 
 // Modules that lose much where they are quantized, or that no runtime has
 // kernels for: the head, embeddings and routers, and what vLLM builds without
-// quantization, as the projections in front of layers that predict further
-// tokens, those that merge patches (Mistral 3), and those of an indexer's keys
-// and weights (DeepSeek V3.2), which it fuses.
-constexpr absl::string_view kIgnoredModules[] = {"lm_head",
-                                                 "*.lm_head",
-                                                 "head",
-                                                 "*.head",
-                                                 "proj_out",
-                                                 "*.eh_proj",
-                                                 "*.mtp_linear_proj",
-                                                 "*.mtp_layers.*.input_proj",
-                                                 "*patch_merger.merging_layer",
-                                                 "*.indexer.wk",
-                                                 "*.indexer.weights_proj",
-                                                 "embed",
-                                                 "*.embed",
-                                                 "embed_in",
-                                                 "*.embed_in",
-                                                 "embed_out",
-                                                 "*.embed_out",
-                                                 "wte",
-                                                 "*.wte",
-                                                 "wpe",
-                                                 "*.wpe",
-                                                 "*embedding*",
-                                                 "*embed_tokens*",
-                                                 "*embed_positions*",
-                                                 "pos_embed",
-                                                 "*.pos_embed",
-                                                 "*relative_attention_bias",
-                                                 "shared",
-                                                 "*.shared",
-                                                 "*.gate",
-                                                 "*.router",
-                                                 "*.router.*",
-                                                 "*_router",
-                                                 "*shared_expert_gate"};
+// quantization, as the head of SigLIP's text model, audio towers (Gemma 3n,
+// Qwen2-Audio), the vision tower of Gemma 4, InternVL's projector mlp1, the
+// projections in front of layers that predict further tokens, those that merge
+// patches (Mistral 3), and those of an indexer's keys and weights (DeepSeek
+// V3.2), which it fuses.
+constexpr absl::string_view kIgnoredModules[] = {
+    "lm_head",
+    "*.lm_head",
+    "head",
+    "*.head",
+    "proj_out",
+    "*.eh_proj",
+    "*.mtp_linear_proj",
+    "*.mtp_layers.*.input_proj",
+    "*vision_tower.*.linear",
+    "*vision_tower.patch_embedder.*",
+    "mlp1.*",
+    "*patch_merger.merging_layer",
+    "*.indexer.wk",
+    "*.indexer.weights_proj",
+    "embed",
+    "*.embed",
+    "embed_in",
+    "*.embed_in",
+    "embed_out",
+    "*.embed_out",
+    "wte",
+    "*.wte",
+    "wpe",
+    "*.wpe",
+    "*embedding*",
+    "*embed_tokens*",
+    "*embed_positions*",
+    "pos_embed",
+    "*.pos_embed",
+    "*relative_attention_bias",
+    "shared",
+    "*.shared",
+    "*.router",
+    "*.router.*",
+    "*_router",
+    "*shared_expert_gate"};
+
+constexpr absl::string_view kAudioTowers[] = {"audio_tower.*",
+                                              "*.audio_tower.*"};
+constexpr absl::string_view kSiglipModules[] = {
+    "*encoder.layers.*.mlp.fc1", "*encoder.layers.*.mlp.fc2", "*.head.mlp.fc1",
+    "*.head.mlp.fc2"};
 
 // Those of a mixer of Mamba 1, of which vLLM has no quantized ones. It has them
 // of Mamba 2, which has no x_proj.
@@ -410,13 +419,68 @@ bool IsOfMamba1(const QuantizePlan& plan, absl::string_view module) {
   return false;
 }
 
-// Whether the module is in the vision tower of Llama 4, or projects what comes
-// out of it: vLLM builds both without quantization. Those of other models,
-// which it quantizes, have the names too, but a convolution of patches.
-bool IsOfLlama4Vision(const QuantizePlan& plan, absl::string_view module) {
-  return (absl::StartsWith(module, "vision_model.") ||
-          module == "multi_modal_projector.linear_1") &&
-         plan.Find("vision_model.patch_embedding.linear.weight") != nullptr;
+// Whether the module is in a vision tower, or projects what comes out of one,
+// that vLLM builds without quantization. That of Llama 4 has no convolution of
+// patches, and those of InternVL and its kin, of which it quantizes some, are
+// beside mlp1. Others, which it quantizes, have the names too.
+bool IsOfVision(const QuantizePlan& plan, absl::string_view module) {
+  const bool is_llama4 =
+      plan.Find("vision_model.patch_embedding.linear.weight") != nullptr;
+  if (module == "multi_modal_projector.linear_1") return is_llama4;
+  return absl::StartsWith(module, "vision_model.") &&
+         (is_llama4 || plan.Find("mlp1.1.weight") != nullptr);
+}
+
+// Whether the module projects what comes out of an audio tower, as those of
+// Qwen2-Audio and Ultravox: vLLM builds it without quantization.
+bool IsOfAudio(const QuantizePlan& plan, absl::string_view module) {
+  return absl::StrContains(module, "multi_modal_projector.") &&
+         std::any_of(plan.shards.begin(), plan.shards.end(),
+                     [](const std::unique_ptr<Shard>& shard) {
+                       return absl::c_any_of(
+                           shard->input.tensors(),
+                           [](const files::FileTensor& tensor) {
+                             return MatchesAny(kAudioTowers, tensor.name);
+                           });
+                     });
+}
+
+// Whether the module projects what comes out of torch's MultiheadAttention,
+// which reads the weight itself.
+bool IsOfTorchAttention(const QuantizePlan& plan, absl::string_view module) {
+  return absl::ConsumeSuffix(&module, ".out_proj") &&
+         plan.Find(absl::StrCat(module, ".in_proj_weight")) != nullptr;
+}
+
+// Whether a matrix is one of SigLIP that vLLM builds without quantization for
+// its size, as Gemma 3 has them.
+bool IsOfRaggedSiglip(const files::FileTensor& tensor) {
+  constexpr int64_t kMultiple = 64;
+  return MatchesAny(kSiglipModules, ModuleOf(tensor.name)) &&
+         absl::c_any_of(tensor.shape,
+                        [](int64_t size) { return size % kMultiple != 0; });
+}
+
+// Whether a matrix is X.gate.weight, the router of experts: of X.experts, or of
+// stacks X.Y of as many matrices as it has rows (Step3). Others of this name,
+// as RWKV has them, are like any Linear.
+bool IsGateOfExperts(const QuantizePlan& plan, const files::FileTensor& gate) {
+  absl::string_view layer = ModuleOf(gate.name);
+  if (gate.shape.size() != 2 || !absl::ConsumeSuffix(&layer, ".gate")) {
+    return false;
+  }
+  for (const std::unique_ptr<Shard>& shard : plan.shards) {
+    for (const files::FileTensor& tensor : shard->input.tensors()) {
+      absl::string_view rest = tensor.name;
+      if (absl::ConsumePrefix(&rest, layer) &&
+          absl::ConsumePrefix(&rest, ".") &&
+          (absl::StartsWith(rest, "experts.") ||
+           (tensor.shape.size() == 3 && tensor.shape[0] == gate.shape[0]))) {
+        return true;
+      }
+    }
+  }
+  return false;
 }
 
 // The linear layers of GPT-2 and its kin, whose weights lie [in, out].
@@ -465,8 +529,11 @@ bool IsIgnored(const QuantizeOptions& options, const QuantizePlan& plan,
   const absl::string_view module = ModuleOf(tensor.name);
   if (options.has_ignore) return MatchesAny(options.ignore, module);
   return !IsNamed(options, plan.specs, tensor.name) &&
-         (MatchesAny(kIgnoredModules, module) || IsOfMamba1(plan, module) ||
-          IsOfLlama4Vision(plan, module));
+         (MatchesAny(kIgnoredModules, module) ||
+          MatchesAny(kAudioTowers, module) || IsOfMamba1(plan, module) ||
+          IsOfVision(plan, module) || IsOfAudio(plan, module) ||
+          IsOfTorchAttention(plan, module) || IsOfRaggedSiglip(tensor) ||
+          IsGateOfExperts(plan, tensor));
 }
 
 // Whether a tensor that is selected can be no weight of a Linear, which is all

@@ -106,6 +106,11 @@ struct QuantizePlan {
   uint64_t packable_count = 0;
   // TieGroup::label of fused tensors whose rows are no whole blocks.
   std::vector<std::string> ragged;
+  // Tensors, or TieGroup::label of fused ones, whose shapes Marlin does not
+  // take.
+  std::vector<std::string> no_marlin;
+  // Layers of experts whose schemes are not that of the first one.
+  std::vector<std::string> unlike_experts;
   // With `part`, the tensors of this part.
   absl::flat_hash_set<const files::FileTensor*> scope;
   // Has all tensors from the beginning; different ones may change at once.

@@ -233,6 +233,7 @@ class RunReport {
                         {"ignored", plan_.ignored},
                         {"no_linear", plan_.no_linear},
                         {"conv1d", plan_.conv1d},
+                        {"warnings", Warnings()},
                         {"retries", session_.retries()},
                         {"tensors", list}});
   }
@@ -478,21 +479,36 @@ class RunReport {
               ? absl::StrCat(" and ", CountText(count - 1), " more tensors")
               : ""));
     }
+    for (const std::string& warning : Warnings()) {
+      session_.PrintError(absl::StrCat("quantctl: warning: ", warning));
+    }
+  }
+
+  // What vLLM makes of a compressed-tensors model.
+  std::vector<std::string> Warnings() const {
+    std::vector<std::string> warnings;
     if (!plan_.ragged.empty()) {
-      const size_t count = plan_.ragged.size();
-      session_.PrintError(absl::StrCat(
-          "quantctl: warning: vLLM does not load fused matrices whose rows are "
-          "no whole blocks: ",
-          plan_.ragged[0],
-          count > 1
-              ? absl::StrCat(" and ", CountText(count - 1), " more groups")
-              : "",
-          "; take --scheme FP8_DYNAMIC"));
+      warnings.push_back(absl::StrCat(
+          "vLLM does not load fused matrices whose rows, but for the last "
+          "one's, are no whole blocks: ",
+          NamesText(plan_.ragged), "; take --scheme FP8_DYNAMIC"));
+    }
+    if (!plan_.no_marlin.empty()) {
+      warnings.push_back(absl::StrCat(
+          "vLLM's Marlin kernels take rows (those of fused matrices together) "
+          "in multiples of 64, columns in multiples of 128, and groups of 32, "
+          "64 or 128; other shapes it loads in float16 only, or not at all: ",
+          NamesText(plan_.no_marlin), "; --exclude leaves them as they are"));
+    }
+    if (!plan_.unlike_experts.empty()) {
+      warnings.push_back(absl::StrCat(
+          "vLLM up to 0.11.0 takes one scheme for the experts of all layers; "
+          "not that of the first layer have ",
+          NamesText(plan_.unlike_experts)));
     }
     if (plan_.no_kernels_count > 0) {
-      session_.PrintError(absl::StrCat(
-          "quantctl: warning: vLLM has no kernels for the weights and inputs "
-          "of ",
+      warnings.push_back(absl::StrCat(
+          "vLLM has no kernels for the weights and inputs of ",
           CountText(plan_.no_kernels_count), " modules",
           plan_.packable_count == 0
               ? "; see --scheme for what it has"
@@ -502,6 +518,7 @@ class RunReport {
                     ", and with --activations dynamic where all weights are "
                     "int8:per-channel")));
     }
+    return warnings;
   }
 
   void PrintTies() const {

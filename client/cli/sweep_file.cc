@@ -160,6 +160,7 @@ class FileSweeper {
     });
     if (spec == specs.end()) return absl::OkStatus();
     std::vector<const files::FileTensor*> measured;
+    std::vector<std::string> notes;
     for (const files::FileTensor* const tensor : *taken) {
       const bool is_named = absl::c_any_of(
           options_.filter.include, [tensor](const std::string& pattern) {
@@ -168,6 +169,11 @@ class FileSweeper {
       if (is_named || (!IsLeftInGguf(options_.filter, *tensor) &&
                        BlockTypeFor(*spec, tensor->shape) != nullptr)) {
         measured.push_back(tensor);
+        for (const SpecTemplate& one : specs) {
+          if (BlockTypeFor(one, tensor->shape) == nullptr) continue;
+          const std::string text = NoWholeBlocksText(one, *tensor, "");
+          if (!text.empty()) notes.push_back(absl::StrCat("quantctl: ", text));
+        }
       } else {
         ignored_.push_back(tensor->name);
       }
@@ -179,6 +185,7 @@ class FileSweeper {
           taken->size(), ", such as ", ignored_[0], "; --include takes them"));
     }
     *taken = std::move(measured);
+    if (!session_.quiet) PrintNotes(notes, &session_);
     if (!ignored_.empty() && !session_.quiet) {
       session_.PrintError(absl::StrCat(
           "quantctl: left out, as quantize -o OUT.gguf leaves them as they "

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -219,6 +220,20 @@ const files::GgufType* BlockTypeFor(const SpecTemplate& spec,
     if (fallback.type == spec.gguf_type) return fits(fallback.other);
   }
   return nullptr;
+}
+
+std::string NoWholeBlocksText(const SpecTemplate& spec,
+                              const files::FileTensor& tensor,
+                              absl::string_view otherwise) {
+  if (spec.gguf_type.empty()) return "";
+  const files::GgufType* const type = BlockTypeFor(spec, tensor.shape);
+  if (type != nullptr && type->name == spec.gguf_type) return "";
+  return absl::StrCat(
+      "tensor ", tensor.name, ": rows of ",
+      tensor.shape.empty() ? 1 : tensor.shape.back(),
+      " elements have no whole blocks of ", spec.gguf_type, ": ",
+      type == nullptr ? std::string(otherwise)
+                      : absl::StrCat(type->name, " in its place"));
 }
 
 absl::StatusOr<std::vector<uint8_t>> MakeGgufBlocks(

@@ -6,9 +6,11 @@
 #define QUANTD_CLIENT_MODELS_GGUF_BLOCKS_H_
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "client/files/gguf_types.h"
 #include "client/files/safetensors.h"
@@ -22,6 +24,13 @@ namespace quantd {
 // that have none of these either.
 const files::GgufType* BlockTypeFor(const SpecTemplate& spec,
                                     absl::Span<const int64_t> shape);
+
+// What is to be said of a tensor whose rows have no whole blocks of
+// SpecTemplate::gguf_type: the type in its place, or `otherwise`. Empty for
+// other tensors and specs.
+std::string NoWholeBlocksText(const SpecTemplate& spec,
+                              const files::FileTensor& tensor,
+                              absl::string_view otherwise);
 
 // Makes the blocks of a tensor, on all cores. The same bytes, and the same
 // metrics, on any number of them. `metrics` gets the errors of what the blocks

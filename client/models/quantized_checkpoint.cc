@@ -70,6 +70,7 @@ bool MayBeCodes(const FileTensor& tensor) {
       return true;
     case Dtype::kI8:
     case Dtype::kU8:
+    case Dtype::kI16:
     case Dtype::kI32:
       // A bias of two dimensions is a mask.
       return tensor.shape.size() >= 2 && !absl::EndsWith(tensor.name, ".bias");

@@ -381,8 +381,8 @@ class Aimet100Format final : public EntryFormat {
   }
 
  private:
-  // Makes offsets of real ones; what is missing then, at least 0 and less than
-  // 1, is returned. Empty where there are none.
+  // Rounds real offsets down to `offset`, and returns what they are above that:
+  // 0 to 1, as just below an integer it rounds to 1. Empty if none is real.
   static std::vector<double> TakeShift(AimetIntegers* integers) {
     std::vector<double> shift;
     for (const double offset : integers->real_offset) {

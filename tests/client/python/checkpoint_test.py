@@ -539,6 +539,8 @@ MALFORMED = [
      "FILE_UNSUPPORTED", "c.weight"),
     ("int8", put("c.codes", np.ones((8, 8), np.int32)), "FILE_UNSUPPORTED",
      "c.codes"),
+    ("int8", put("c.trellis", As("I16", np.ones((2, 2, 64), np.int16))),
+     "FILE_UNSUPPORTED", "c.trellis"),
     ("int8", put("c_weight_scale", np.ones(8, np.float32)), "FILE_UNSUPPORTED",
      "c_weight_scale"),
     ("mxfp8", put("c.weight", As("F8_E4M3", np.ones((8, 8), np.uint8))),
@@ -621,7 +623,17 @@ def test_CodesWithoutAConfigurationAreNotQuantized(quantctl, client, tmp_path):
             {"a.weight_qdata": code, "a.weight_scale": float_},
             {"a.W_q": code, "a.scale": float_, "a.zero": float_},
             {"a.codes": code.view(np.int8), "a.codebooks": float_,
-             "a.scales": float_})):
+             "a.scales": float_},
+            # Marlin, QuIP#, ExLlamaV2 and V3, and SmoothQuant.
+            {"a.B": np.zeros((4, 4), np.int32), "a.s": float_},
+            {"a.Qidxs": np.zeros((4, 4), np.int64)},
+            {"a.q_weight": np.zeros((4, 4), np.int32)},
+            {"a.trellis": As("I16", np.ones((2, 2, 64), np.int16)),
+             "a.suh": float_[0], "a.svh": float_[0]},
+            {"a.suh": float_[0]}, {"a.svh": float_[0]},
+            {"a.weight": code.view(np.int8), "a.a": float_[0, :1]},
+            {"a.weight": code},
+            {"a.weight": As("I16", np.ones((4, 32), np.int16))})):
         path = tmp_path / f"{i}.safetensors"
         write(path, {**tensors, "b.weight": float_})
         for more in ((), ("--requantize",)):
@@ -632,20 +644,23 @@ def test_CodesWithoutAConfigurationAreNotQuantized(quantctl, client, tmp_path):
         with pytest.raises(quantd.QuantdError) as caught:
             quantd.quantize_model(path, tmp_path / "out", "int8", client=client)
         assert caught.value.reason == "FILE_UNSUPPORTED"
-    # Beside a weight of floats a scale is a tensor like another.
-    write(tmp_path / "plain", {"a.weight": float_, "a.weight_scale": float_})
+    # Beside a weight of floats a scale is a tensor like another, and a table of
+    # integers is no codes.
+    write(tmp_path / "plain", {"a.weight": float_, "a.weight_scale": float_,
+                               "table.weight": np.zeros((4, 4), np.int32)})
     quantctl("quantize", tmp_path / "plain", "-o", tmp_path / "out", "--spec",
              "int8", "--no-store")
 
 
+@pytest.mark.parametrize("codes", [np.ones((4, 32), np.uint8),
+                                   As("I16", np.ones((4, 32), np.int16))])
 @pytest.mark.parametrize("name, document", [
     ("config.json", {"quantization_config": {"quant_method": "x"}}),
     ("hf_quant_config.json", {"quantization": {"quant_algo": "W4A8_AWQ"}}),
     ("quantize_config.json", {"bits": 4}), ("quant_config.json", {"w_bit": 4})])
-def test_ConfigurationsSayThatCodesAreCodes(name, document, quantctl, client,
-                                            tmp_path):
-    tensors = {"a.weight": np.ones((4, 32), np.uint8),
-               "b.weight": np.ones((4, 32), np.float32)}
+def test_ConfigurationsSayThatCodesAreCodes(name, document, codes, quantctl,
+                                            client, tmp_path):
+    tensors = {"a.data": codes, "b.weight": np.ones((4, 32), np.float32)}
     folder, out = tmp_path / "model", tmp_path / "out"
     write_folder(folder, tensors, None, {name: document})
     write(folder / "single.safetensors", tensors)

@@ -793,6 +793,35 @@ def test_ASweepLeavesOutWhatGgufHasAsItIs(quantctl, tmp_path):
         *sweep, "--exclude", "*.?.weight", code=2)
     assert "a multiple of 32 elements" in quantctl(
         *sweep, "--include", "*odd*", code=1)
+    told = ("blk.0.b.weight: rows of 96 elements have no whole blocks of q4_K: "
+            "q5_0 in its place")
+    assert told in said
+
+
+def test_AnEvaluationLeavesOutRowsWithoutBlocks(quantctl, tmp_path):
+    source = tmp_path / "x.safetensors"
+    rng = np.random.default_rng(6)
+    quantd.save(source, {name: rng.standard_normal(shape, np.float32)
+                         for name, shape in {
+                             "a.weight": (8, 256), "b.weight": (8, 96),
+                             "c.weight": (256, 40)}.items()})
+    evaluate = ("evaluate", source, "--spec", "q4_K", "--spec", "int8")
+    said = quantctl(*evaluate)
+    assert ("b.weight: rows of 96 elements have no whole blocks of q4_K: q5_0 "
+            "in its place") in said
+    assert ("c.weight: rows of 40 elements have no whole blocks of q4_K: left "
+            "out") in said
+    document = json.loads(quantctl(*evaluate, "--json", "--quiet"))
+    assert document["left_out"] == ["c.weight"]
+    assert [row["name"] for row in document["tensors"]] == ["a.weight",
+                                                            "b.weight"]
+    # Who names one is told that it cannot be.
+    assert "a multiple of 32 elements" in quantctl(
+        *evaluate, "--include", "?.weight", code=1)
+    assert "rows have whole blocks, got none among 1, such as c.weight" in (
+        quantctl(*evaluate, "--exclude", "a*", "--exclude", "b*", code=2))
+    assert json.loads(quantctl("evaluate", source, "--spec", "int8", "--json")
+                      )["left_out"] == []
 
 
 def test_RowsWithoutWholeBlocksBecomeWhatLlamaCppTakes(quantctl, tmp_path):

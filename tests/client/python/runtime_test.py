@@ -461,6 +461,12 @@ def read_folder(folder):
                     for name, path in index["weight_map"].items()}
 
 
+def vllm_finds(name, targets):
+    return [target for target in targets if (
+        re.match(target[3:], name) if target.startswith("re:") else
+        target == name)]
+
+
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES
                                     if name not in ("FP8", "NVFP4")])
 def test_ExpertsInOneTensorAreMatrices(tmp_path, quantctl, scheme):
@@ -480,10 +486,13 @@ def test_ExpertsInOneTensorAreMatrices(tmp_path, quantctl, scheme):
     config, expected = results["apart"]
     targets = [target for group in config["quantization_config"][
         "config_groups"].values() for target in group["targets"]]
-    # What vLLM looks a layer of experts up by.
+    # What vLLM looks a layer of experts up by, and did up to 0.11.0.
     assert {f"{EXPERTS}.0.{name}_proj" for name in ("gate", "up", "down")
             } < set(targets)
-    assert len(targets) == 9
+    for name in ("down", "gate", "up"):
+        assert vllm_finds(f"re:.*{name}_proj.*", targets)
+    assert not vllm_finds("model.layers.0.mlp.up_proj", targets)
+    assert len(targets) == 10
     for layout in ("rows", "columns"):
         found_config, found = results[layout]
         assert found_config == config
@@ -535,6 +544,16 @@ def test_ExpertsOfSeveralSchemesAreRefused(tmp_path, quantctl, layout, flags):
     quantctl(*command, "--no-ties")
 
 
+def test_AModuleIsATargetOrIgnored(tmp_path, quantctl):
+    source = write_experts(tmp_path / "plain", "apart")
+    quantctl("quantize", source, "-o", tmp_path / "out", "--no-store",
+             "--scheme", "W8A8", "--no-ties", "--ignore", "*.experts.0.*")
+    config = check_config(tmp_path / "out")
+    (group,) = config["config_groups"].values()
+    assert f"{EXPERTS}.0.gate_proj" in config["ignore"]
+    assert not set(group["targets"]) & set(config["ignore"])
+
+
 @pytest.mark.parametrize("layout", ["apart", "rows"])
 def test_AMixtureHasOneSpecForTheExpertsOfALayer(tmp_path, quantctl, client,
                                                  layout):
@@ -578,9 +597,13 @@ def test_ExpertsAreFoundUnderTheNamesThatVllmLooksUp(tmp_path, quantctl,
     quantd.save(source / "model.safetensors", tensors)
     (source / "config.json").write_text("{}")
     out = tmp_path / "out"
-    quantctl("quantize", source, "-o", out, "--layout", "compressed-tensors",
-             "--no-store", "--spec", "model.layers.0.*=int4:group:32", "--spec",
-             "int8:per-channel", "--exclude", "model.layers.2.*")
+    flags = ("--layout", "compressed-tensors", "--no-store", "--spec",
+             "int8:per-channel")
+    report = quantctl("quantize", source, "-o", out, *flags, "--spec",
+                      "model.layers.0.*=int4:group:32", "--exclude",
+                      "model.layers.2.*", "--json")
+    (warning,) = [text for text in report["warnings"] if "0.11.0" in text]
+    assert f"{layers[1]}.*, {layers[2]}.*" in warning
     config = json.loads((out / "config.json").read_text())[
         "quantization_config"]
     bits = {target: group["weights"]["num_bits"]
@@ -591,9 +614,16 @@ def test_ExpertsAreFoundUnderTheNamesThatVllmLooksUp(tmp_path, quantctl,
         assert [bits.get(name) for name in looked_up] == [4, 8, None]
         assert [name in config["ignore"] for name in looked_up] == [
             False, False, True]
+    assert not vllm_finds("re:.*up_proj.*", bits)
     quantctl("dequantize", out, "-o", tmp_path / "floats")
     assert quantd.load(tmp_path / "floats").keys() == tensors.keys()
     assert set(quantd.load(out)) == tensors.keys()
+    # Of one scheme there is nothing to tell.
+    report = quantctl("quantize", source, "-o", tmp_path / "one", *flags,
+                      "--json")
+    assert not [text for text in report["warnings"] if "0.11.0" in text]
+    quantctl("dequantize", tmp_path / "one", "-o", tmp_path / "of_one")
+    assert set(quantd.load(tmp_path / "one")) == tensors.keys()
 
 
 def test_PartsShareExpertsOut(tmp_path, quantctl):
@@ -962,7 +992,7 @@ def test_HeadEmbeddingsAndRoutersStay(tmp_path, quantctl):
     rng = np.random.default_rng(1)
     kept = ["embed_out", "gpt_neox.embed_in", "lm_head",
             "model.decoder.embed_positions", "model.embed_tokens",
-            "model.layers.0.mlp.gate", "net.embed", "wpe", "wte"]
+            "model.layers.0.mlp.router", "net.embed", "wpe", "wte"]
     taken = ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.down_proj"]
     quantd.save(source / "model.safetensors", {
         name + ".weight": rng.standard_normal((32, 64), np.float32)
@@ -1012,7 +1042,7 @@ def write_modules(folder, shapes, dtype=np.float32):
 
 
 def test_WhatVllmHasNoQuantizedLayersForStays(tmp_path, quantctl):
-    kept = ["head", "proj_out", "model.layers.61.eh_proj",
+    kept = ["head", "proj_out", "model.layers.61.eh_proj", "text_model.head",
             "model.layers.61.shared_head.head", "model.mtp_linear_proj",
             "model.mtp_layers.0.input_proj",
             *(f"backbone.layers.0.mixer.{name}_proj"
@@ -1044,6 +1074,25 @@ LLAMA4_VISION = ["vision_model.patch_embedding.linear",
     (LLAMA4_VISION, ["language_model.model.layers.0.self_attn.q_proj"]),
     # Of other models vLLM quantizes modules of these names.
     ([], LLAMA4_VISION[1:]),
+    (["mlp1.1", "mlp1.3", "vision_model.encoder.layers.0.attn.qkv"],
+     ["language_model.model.layers.0.mlp1_proj"]),
+    (["model.audio_tower.conformer.0.attention.attn.q_proj",
+      "model.embed_audio.embedding_projection"],
+     ["model.language_model.layers.0.self_attn.q_proj"]),
+    (["audio_tower.layers.0.fc1", "multi_modal_projector.linear"],
+     ["language_model.model.layers.0.mlp.up_proj"]),
+    ([], ["multi_modal_projector.linear"]),
+    (["model.vision_tower.encoder.layers.0.self_attn.q_proj.linear",
+      "model.vision_tower.patch_embedder.input_proj"],
+     ["model.vision_tower.encoder.layers.0.self_attn.q_proj",
+      "model.layers.0.linear"]),
+    # Of SigLIP, with sizes that are no multiples of 64.
+    (["vision_tower.vision_model.encoder.layers.0.mlp.fc1",
+      "vision_model.head.mlp.fc2"],
+     ["vision_tower.vision_model.encoder.layers.0.self_attn.q_proj",
+      "model.decoder.layers.0.fc1"]),
+    # That of RWKV is no router.
+    ([], ["blocks.0.attention.gate"]),
     (["multi_modal_projector.patch_merger.merging_layer"],
      ["multi_modal_projector.linear_1", "multi_modal_projector.linear_2"]),
     (["patch_merger.merging_layer"], ["vision_language_adapter.w_in"]),
@@ -1094,11 +1143,82 @@ def test_WeightsOfConv1dStay(tmp_path, quantctl):
     assert report["quantized_count"] == 4 and not report["conv1d"]
 
 
+def test_WhatFitsOrIsNotOfTorchIsTaken(tmp_path, quantctl):
+    source = write_modules(tmp_path / "model", {
+        "vision_model.encoder.layers.0.mlp.fc1": (128, 64),
+        "attn.out_proj": (64, 64), "resampler.attn.out_proj": (64, 64)})
+    tensors = dict(quantd.load(source / "model.safetensors"))
+    quantd.save(source / "model.safetensors", {
+        **tensors, "resampler.attn.in_proj_weight": np.ones(
+            (192, 64), np.float32)}, overwrite=True)
+    report = quantctl("quantize", source, "-o", tmp_path / "out", "--scheme",
+                      "W8A8", "--no-store", "--json")
+    assert report["ignored"] == ["resampler.attn.out_proj"]
+    assert report["quantized_count"] == 2
+
+
+@pytest.mark.parametrize("more, others", [
+    ({"experts.0.up_proj": (64, 64), "experts.0.down_proj": (64, 64)},
+     ["experts.0.down_proj", "experts.0.up_proj"]),
+    ({"experts.gate_up_proj": (4, 128, 64), "experts.down_proj": (4, 64, 64)},
+     [f"experts.{n}.{name}_proj" for n in range(4)
+      for name in ("down", "gate", "up")]),
+    # Without "experts", a stack of as many matrices.
+    ({"up_proj": (4, 64, 64), "o_proj": (64, 64)}, ["o_proj"])])
+def test_ARouterIsAGateBesideExperts(tmp_path, quantctl, more, others):
+    source = write_modules(tmp_path / "model", {"mlp.gate": (4, 64), **{
+        "mlp." + name: shape for name, shape in more.items()}})
+    report = quantctl("quantize", source, "-o", tmp_path / "out", "--scheme",
+                      "W8A8", "--no-store", "--json")
+    assert report["ignored"] == ["mlp.gate"]
+    quantized = [row["name"] for row in report["tensors"]
+                 if row["result"] == "quantized"]
+    assert sorted(quantized) == [f"mlp.{name}.weight" for name in others]
+
+
+@pytest.mark.parametrize("shapes, flags, told", [
+    ({"o_proj": (64, 128), "down": (128, 256)}, (), None),
+    ({"o_proj": (96, 128), "down": (64, 128)}, (), "o_proj.weight"),
+    ({"o_proj": (64, 192)}, ("--spec", "int4:group:64"), "o_proj.weight"),
+    ({"o_proj": (64, 192)}, ("--spec", "int4:per-channel"), "o_proj.weight"),
+    ({"o_proj": (64, 128)}, ("--spec", "int4:group:16"), "o_proj.weight"),
+    ({"o_proj": (64, 128)}, ("--spec", "int4:group:64"), None),
+    ({"o_proj": (64, 128)}, ("--spec", "int4:per-channel"), None),
+    ({"o_proj": (96, 128)}, ("--scheme", "W8A16"), "o_proj.weight"),
+    ({"o_proj": (96, 128)}, ("--scheme", "W4A16_ASYM"), "o_proj.weight"),
+    ({"o_proj": (96, 128)}, ("--scheme", "W8A8"), None),
+    ({"o_proj": (96, 128)}, ("--scheme", "FP8_DYNAMIC"), None),
+    # Of fused matrices the sum counts.
+    ({"q_proj": (64, 128), "k_proj": (32, 128), "v_proj": (32, 128)}, (), None),
+    ({"gate_proj": (80, 128), "up_proj": (80, 128)}, (),
+     "{gate,up}_proj.weight"),
+    # Experts have other kernels too.
+    ({"experts.0.up_proj": (96, 128), "experts.0.down_proj": (128, 128)}, (),
+     None)])
+def test_ShapesThatMarlinDoesNotTakeAreTold(tmp_path, quantctl, shapes, flags,
+                                            told):
+    source = write_modules(tmp_path / "model", {
+        "mlp." + name: shape for name, shape in shapes.items()})
+    if "--spec" in flags:
+        flags += ("--layout", "compressed-tensors")
+    command = ("quantize", source, "-o", tmp_path / "out", "--no-store",
+               *(flags or ("--scheme", "W4A16")))
+    warnings = [text for text in quantctl(*command, "--json")["warnings"]
+                if "Marlin" in text]
+    if told is None:
+        assert not warnings
+        return
+    (warning,) = warnings
+    assert f"or not at all: mlp.{told}; --exclude" in warning
+    assert f"quantctl: warning: {warning}" in quantctl(*command)
+
+
 @pytest.mark.parametrize("rows, label", [
     ((256, 128, 128, 256, 256), None), ((256, 64, 64, 256, 256), "attn"),
-    ((256, 128, 128, 192, 192), "mlp"),
+    ((256, 128, 128, 192, 192), "mlp"), ((256, 64, 128, 256, 256), "attn"),
+    ((192, 128, 128, 256, 256), "attn"),
     # Only the last of fused matrices may end within a block.
-    ((256, 128, 64, 256, 256), None)])
+    ((256, 128, 64, 256, 256), None), ((256, 128, 128, 256, 192), None)])
 def test_FusedRowsThatAreNoWholeBlocksAreTold(tmp_path, quantctl, rows, label):
     names = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.gate_proj",
              "mlp.up_proj")

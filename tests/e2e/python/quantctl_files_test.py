@@ -962,6 +962,16 @@ class ModelFolderTest(FilesCase):
                      "pytorch_model.bin.index.json"):
             self.write("model/" + name, name.encode())
         os.mkdir(self.path("model/original"))
+        for name in ("1_Pooling/config.json", "2_Dense/config.json",
+                     "2_Dense/model.safetensors", "chat_templates/tools.jinja",
+                     "onnx/config.json", "onnx/model.onnx", "nested/a/b.json"):
+            os.makedirs(os.path.dirname(self.path("model/" + name)),
+                        exist_ok=True)
+            self.write("model/" + name, name.encode())
+        self.write("model/modules.json", json.dumps([
+            {"idx": 0, "name": "0", "path": "", "type": "Transformer"},
+            *({"path": name} for name in ("1_Pooling", "2_Dense", "..")),
+            "other", {"path": 5}]).encode())
         layout = ("--layout", "compressed-tensors")
         quantize = ("quantize", self.path("model"), "-o", self.path("out"),
                     *layout)
@@ -970,13 +980,19 @@ class ModelFolderTest(FilesCase):
         result = self.run_quantctl(*quantize)
         self.assertIn(
             f"quantctl: of {self.path('model')} not copied: merges.txt, "
-            "original, pytorch_model.bin, "
+            "nested, onnx, original, pytorch_model.bin, "
             "pytorch_model.bin.index.json\n", result.stderr)
         written, source = self.digests("out"), self.digests("model/")
         for name in beside:
             self.assertEqual(written[name] == source[name],
                              name != "merges.txt")
-        self.assertEqual(len(written), len(beside) + 4)
+        copied = "1_Pooling", "2_Dense", "chat_templates", "modules.json"
+        for name in copied:
+            self.assertEqual(written[name], source[name])
+        self.assertEqual(len(written), len(beside) + len(copied) + 4)
+        self.write("out/1_Pooling/config.json", b"mine")
+        self.assertIn("not copied: 1_Pooling/config.json, merges.txt, ",
+                      self.run_quantctl(*quantize).stderr)
         result = self.run_quantctl(*quantize, "--force")
         self.assertNotIn("merges.txt", result.stderr)
         self.assertEqual(self.digests("out")["merges.txt"],
@@ -984,8 +1000,9 @@ class ModelFolderTest(FilesCase):
         # Elsewhere they are named.
         result = self.run_quantctl("quantize", self.path("model"), "-o",
                                    self.path("own"))
-        self.assertIn("not copied: README.md, chat_template.jinja, "
-                      "config.json, ", result.stderr)
+        self.assertIn("not copied: 1_Pooling, 2_Dense, README.md, "
+                      "chat_template.jinja, chat_templates, config.json, ",
+                      result.stderr)
         self.assertEqual(len(os.listdir(self.path("own"))), 3)
         result = self.run_quantctl("quantize", self.path("model"), "-o",
                                    self.path("quiet"), "--quiet")

@@ -22,7 +22,7 @@ _FLOAT_SCALES = ("F32", "F16", "BF16")
 _FLOATS = (*_FLOAT_SCALES, "F64", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 _MX_GROUP = 32
 _CONFIGS = ("quant_config.json", "quantize_config.json")
-_CODES = ("I8", "U8", "I32")
+_CODES = ("I8", "U8", "I16", "I32")
 _PACKINGS = ("auto_round", "auto_round:gptqmodel")
 
 

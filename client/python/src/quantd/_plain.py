@@ -14,17 +14,18 @@ from quantd._files import FileTensor, InputFile
 _BESIDE = ("_scale", "_scale_inv", "_scale_2", ".scale", ".scales", "_scales",
            "_zero_point", "_absmax", ".absmax", "_quant_map", ".quant_map",
            ".SCB", "_global_scale", "_weight_scale", "_weight_scale_inv",
-           "_weight_scale_2", ".codebooks", ".scale_weight", ".zero")
+           "_weight_scale_2", ".codebooks", ".scale_weight", ".zero", ".s")
 # How the name of codes goes on where that of what lies beside them ends.
 _CODE_ENDS = ("", "_packed", ".weight", "_blocks", ".blocks", "_data",
-              "_data._data", "_qdata", ".W_q", ".codes")
+              "_data._data", "_qdata", ".W_q", ".codes", ".B")
 # Names that only codes have, and what lies beside them.
 _OF_CODES = (".qweight", ".qzeros", ".weight_packed", ".weight_scale_inv",
              ".weight_scale_2", ".weight_global_scale", ".weight.absmax",
              "_weight_scale_inv", "_weight_scale_2", "_proj_weight_scale",
              "._weight_qdata", "._weight_scale", "._weight_zero_point",
-             ".W_q", ".comfy_quant")
-_CODES = ("U8", "I8", "F8_E4M3", "F8_E5M2", "I32")
+             ".W_q", ".comfy_quant", ".Qidxs", ".q_weight", ".trellis", ".suh",
+             ".svh")
+_CODES = ("U8", "I8", "F8_E4M3", "F8_E5M2", "I16", "I32")
 # What tells of tensors what they do not.
 _CONFIGS = ("config.json", "hf_quant_config.json", "quant_config.json",
             "quantize_config.json")
@@ -62,8 +63,7 @@ def open_plain(path: str, requantize: Optional[bool] = None
             is_decoded = True
     what = what or _codes_in(tensors)
     if what is None and not is_decoded and (is_folder or any(
-            tensor.dtype in _CODES and len(tensor.shape) >= 2
-            for tensor in tensors.values())):
+            map(_is_code_matrix, tensors.values()))):
         method = _method_of(path)
         what = f"the model, by {method}" if method else None
     if what is not None:
@@ -138,6 +138,10 @@ def _read_coded(path: str, tensors: Mapping[str, FileTensor],
     return _checkpoint.read_compressed(folder, tensors, metadata)
 
 
+def _is_code_matrix(tensor: FileTensor) -> bool:
+    return tensor.dtype in _CODES and len(tensor.shape) >= 2
+
+
 def _codes_in(tensors: Mapping[str, FileTensor]) -> Optional[str]:
     """A tensor that holds codes, or what lies beside codes, in the layouts of
     others; None where there is none."""
@@ -154,8 +158,9 @@ def _codes_in(tensors: Mapping[str, FileTensor]) -> Optional[str]:
                 name.endswith(".weight_scale") and
                 name[:-len("_scale")] not in tensors):
             return name
-        # Numbers of eight bits without scales.
-        if name.endswith(".weight") and len(tensor.shape) >= 2 and (
-                tensor.dtype in ("F8_E4M3", "F8_E5M2")):
+        # Without scales, or with scales of other names, as SmoothQuant's. Of
+        # 32 bits it may be a table.
+        if name.endswith(".weight") and _is_code_matrix(tensor) and (
+                tensor.dtype != "I32"):
             return name
     return None
