@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -460,6 +461,41 @@ def test_AFlippedByteOfAPartIsNotJoined(tmp_path, folder, client, quantctl,
                 data[at] ^= 1
             path.write_bytes(data)
         join("")
+
+
+@pytest.mark.parametrize("doer", ["python", "quantctl"])
+@pytest.mark.parametrize("count", [None, 8])
+def test_AFlippedByteIsDoneAgain(tmp_path, folder, client, quantctl, doer,
+                                 count):
+    target = tmp_path / "new"
+
+    def do():
+        """What is said."""
+        said = ""
+        for part in range(count or 1):
+            if doer == "quantctl":
+                said += quantctl(
+                    "quantize", folder, "-o", target, *words(),
+                    *(["--part", f"{part}/{count}"] if count else []))
+                continue
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                quantd.quantize_model(folder, target, SPECS, client=client,
+                                      part=(part, count) if count else None)
+            said += "".join(str(one.message) for one in told)
+        return said
+
+    do()
+    expected = contents(target)
+    path = sorted(target.glob("*.safetensors*"))[1]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    said = do()
+    assert said.count("data are not those that were written") == 1
+    assert f"{path}: done again" in said
+    assert contents(target) == expected
+    assert "done again" not in do()
 
 
 def test_AServerThatGoesAwayEndsTheRun(tmp_path, folder):

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import threading
+import warnings
 from typing import (Any, Collection, Iterable, Iterator, Mapping, Optional,
                     Sequence, Union)
 
@@ -609,7 +610,8 @@ class _Run:
             is_own = metadata.get(_RUN_KEY) == shard.run
             if not is_own and not self._overwrite:
                 raise _files.exists(target.path, _OTHER_PART)
-            target.is_kept = not self._restart and is_own and (
+            target.is_kept = (
+                not self._restart and is_own and _is_intact(target.path) and
                 self._take_records(target.tensors, metadata))
             target.overwrite = True
 
@@ -692,6 +694,9 @@ class _Run:
         """Whether an earlier run has written that shard; takes over what it
         tells."""
         if metadata.get(_RUN_KEY) != shard.run or self._has_failed(shard):
+            return False
+        # A join fails of it instead.
+        if not self._joins and not _is_intact(shard.output_path):
             return False
         if not self._take_records(shard.selected, metadata):
             return False
@@ -1008,7 +1013,21 @@ def _check_data(file: InputFile) -> None:
     if got != expected:
         raise _files.malformed(
             file.path, f"the XXH3 of its data is {got}, and was {expected} when "
-            "it was written; delete it and run its part again")
+            "it was written; run its part again")
+
+
+def _is_intact(path: str) -> bool:
+    """Whether a file has the data that were written, all of which this reads;
+    warns where it does not."""
+    try:
+        _check_data(_files.open_safetensors(path))
+        return True
+    except errors.QuantdError as error:
+        if error.reason != "FILE_MALFORMED":
+            raise
+    warnings.warn(f"quantd: {path}: done again, as its data are not those that "
+                  "were written", RuntimeWarning, stacklevel=5)
+    return False
 
 
 def _metadata_of(path: str) -> Mapping[str, str]:
