@@ -615,6 +615,24 @@ def test_ALargeFileIsThatOfQuantctlToo(tmp_path, client, quantctl):
         tmp_path / "b.safetensors").read_bytes()
 
 
+def test_WhatIsNotFiniteIsWarnedOf(tmp_path, client, quantctl):
+    source = tmp_path / "x.safetensors"
+    weight = np.ones((4, 32), np.float32)
+    weight[1, :2] = np.nan
+    weight[2, 3] = -np.inf
+    quantd.save(source, {"a": weight, "b": np.ones((4, 32), np.float32)})
+    for spec, more in (("int8", ""), (
+            "mxfp8_e4m3", ": all elements of their blocks become NaN")):
+        with pytest.warns(RuntimeWarning) as told:
+            quantd.quantize_model(source, tmp_path / "y", spec, client=client,
+                                  overwrite=True)
+        assert [str(one.message) for one in told] == [
+            f"quantd: tensor 'a' has 2 NaN and 1 infinities{more}"]
+        assert told[0].filename == __file__
+        assert f"tensor a has 2 NaN and 1 infinities{more}\n" in quantctl(
+            "quantize", source, "-o", tmp_path / "z", "--spec", spec, "--force")
+
+
 def test_NamesThatCodesWouldTakeAreFree(tmp_path, client, quantctl):
     source, target = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
     quantd.save(source, {"a": np.ones((4, 4)), "a.zero_point": np.zeros(4),

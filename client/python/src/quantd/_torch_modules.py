@@ -18,6 +18,7 @@ from quantd._requests import QuantizeJob, Rounding, Sources
 from quantd._tables import ResultList, Tabular
 from quantd._torch_blocks import (LaidOut, keeping_types, plain_block_size,
                                   spread)
+from quantd._values import infinities_text, warn_of_not_finite
 from quantd.client import Client
 from quantd.encoding import Encoding, EncodingSpec, Source
 from quantd.results import QuantizedTensor, QuantizeSummary
@@ -168,8 +169,8 @@ class ReplacedWeight(Tabular):
         without any error, nan without any of them.
     rounding: "compensated" for the output of its layer, or "nearest".
     nan_count, infinity_count: elements that most codes do not stand for.
-    overflow_count: finite elements that became infinite: the type of the
-        weight is too narrow for what their codes stand for.
+    overflow_count: finite elements that became infinite: their codes are
+        infinity, or stand for more than the type of the weight has.
     importance: whether it weighed the errors in the search for scales.
     """
 
@@ -286,19 +287,15 @@ def quantize_(model: torch.nn.Module, specs: Sources, *, client: Client,
             importance=weight.name in weighed)
         for weight, module, how, quantized in zip(chosen, made, roundings,
                                                   found))
-    for row in replaced:
-        if row.nan_count or row.infinity_count:
-            warnings.warn(
-                f"quantd: tensor {row.name!r} has {row.nan_count} NaN and "
-                f"{row.infinity_count} infinities" + (
-                    ": all elements of their blocks become NaN"
-                    if row.format.startswith("mx") else ""),
-                RuntimeWarning, stacklevel=2)
+    for row, weight in zip(replaced, chosen):
+        warn_of_not_finite(row.name, row.format, row.nan_count,
+                           row.infinity_count, 2)
         if row.overflow_count:
             warnings.warn(
-                f"quantd: tensor {row.name!r}: {row.overflow_count} elements "
-                "are infinite: their type is too narrow for what the codes "
-                "stand for", RuntimeWarning, stacklevel=2)
+                f"quantd: tensor {row.name!r}: " + infinities_text(
+                    row.overflow_count,
+                    str(weight.parameter.dtype).partition(".")[2]),
+                RuntimeWarning, stacklevel=2)
     for weight, module in zip(chosen, made):
         for owner in weight.modules:
             del owner._parameters["weight"]

@@ -28,6 +28,7 @@ from quantd._scale_stream import xxh3_64
 from quantd._specs import Filter, SpecSet, SpecsLike, Template
 from quantd._tables import ResultList, Tabular
 from quantd._ties import Group, Ties, TiesLike
+from quantd._values import warn_of_not_finite
 from quantd.client import Client
 from quantd.encoding import EncodingSpec
 from quantd.files import Path
@@ -239,6 +240,9 @@ def quantize_model(
         column count for specs with mse, sqnr or best-of. Tensors for which
         there is none are quantized without: `importance` of ModelTensor says
         which.
+
+    Tensors with NaN or infinities are warned of; nan_policy="reject" refuses
+    them.
 
     Only the tensors under way are in memory, and codes go to a file without a
     name in the target's folder: a model may be larger than memory.
@@ -971,6 +975,8 @@ class _Run:
         for target in self._targets:
             for tensor in target.covered:
                 outcome = self._outcomes[tensor.name]
+                warn_of_not_finite(tensor.name, outcome.format, outcome.nan,
+                                   outcome.infinity, 4)
                 result = ("kept" if target.is_kept else
                           "failed" if outcome.error is not None else
                           "quantized" if outcome.is_quantized else "copied")
