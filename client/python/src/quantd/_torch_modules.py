@@ -12,7 +12,7 @@ import torch
 from quantd import _arrays, _globs, _scales, errors
 from quantd._input_squares import InputSquares
 from quantd._model_importance import (InputsLike, ModelImportance,
-                                      source_of)
+                                      needs_source, source_of)
 from quantd._model_rounding import ModelRounding, StoredInputs
 from quantd._requests import QuantizeJob, Rounding, Sources
 from quantd._tables import ResultList, Tabular
@@ -271,8 +271,10 @@ def quantize_(model: torch.nn.Module, specs: Sources, *, client: Client,
         stored = StoredInputs(rounding, client)
         roundings = [stored.of(weight.name) for weight in chosen]
         stored.check_any(any(roundings))
-    weighed = _weigh(chosen, ModelImportance(importance, source_of(
-        inputs, rounding, model_name, revision)), client)
+    own = _specs_of(chosen)
+    weighed = _weigh(chosen, own, ModelImportance(importance, source_of(
+        inputs, rounding, model_name, revision,
+        any(map(needs_source, own.values())))), client)
     found = list(client.quantize_many(
         [QuantizeJob(weight.parameter, weight.source, weight.name,
                      rounding=how)
@@ -349,9 +351,8 @@ def _choose(weights: list[_Weight], specs: Sources, left_out: dict[str, str]
     return [weight for weight in weights if weight.name]
 
 
-def _weigh(weights: list[_Weight], importance: ModelImportance, client: Client
-           ) -> set[str]:
-    """Gives specs their importance; the names of those that have some then."""
+def _specs_of(weights: list[_Weight]) -> dict[str, EncodingSpec]:
+    """By name, where the source is no encoding."""
     specs = {}
     for weight in weights:
         spec = weight.source
@@ -359,6 +360,12 @@ def _weigh(weights: list[_Weight], importance: ModelImportance, client: Client
             spec = EncodingSpec.parse(spec)
         if isinstance(spec, EncodingSpec):
             specs[weight.name] = spec
+    return specs
+
+
+def _weigh(weights: list[_Weight], specs: Mapping[str, EncodingSpec],
+           importance: ModelImportance, client: Client) -> set[str]:
+    """Gives specs their importance; the names of those that have some then."""
     importance.find([(weight.name, tuple(weight.parameter.shape))
                      for weight in weights if weight.name in specs],
                     lambda name: [specs[name]], client)

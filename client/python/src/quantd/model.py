@@ -262,13 +262,14 @@ def quantize_model(
     if part is not None and keep_going:
         raise errors.argument_invalid("expected part without keep_going",
                                       "part")
-    run = _Run(os.fspath(source), os.fspath(target), SpecSet(specs),
+    parsed = SpecSet(specs)
+    run = _Run(os.fspath(source), os.fspath(target), parsed,
                Filter(tuple(include), tuple(exclude), min_rank), client, model,
                revision, store, nan_policy, keep_going, overwrite, restart,
                requantize, streams, Ties(ties),
                None if part is None else as_part(part), False, rounding,
-               ModelImportance(importance, source_of(inputs, rounding, model,
-                                                     revision)))
+               ModelImportance(importance, source_of(
+                   inputs, rounding, model, revision, parsed.has_importance)))
     run.plan()
     return run.write(progress)
 
@@ -302,8 +303,8 @@ def join_model(
                Filter(tuple(include), tuple(exclude), min_rank), client, model,
                revision, store, nan_policy, False, overwrite, False,
                requantize, 1, Ties(ties), None, True, rounding,
-               ModelImportance(importance, source_of(inputs, rounding, model,
-                                                     revision)))
+               ModelImportance(importance, source_of(
+                   inputs, rounding, model, revision, parsed.has_importance)))
     run.plan()
     return run.write(False)
 

@@ -13,8 +13,8 @@ from typing import Any, Iterable, Mapping, Optional, Sequence, Union
 from quantd import errors
 from quantd._files import FileTensor
 from quantd._input_squares import InputSquares
-from quantd._model_importance import InputsLike, ModelImportance
-from quantd._model_rounding import ModelRounding, StoredInputs
+from quantd._model_importance import InputsLike, ModelImportance, as_inputs
+from quantd._model_rounding import StoredInputs
 from quantd._plain import open_plain
 from quantd._progress import Progress, ProgressLike
 from quantd._specs import Filter, Template, template_of
@@ -186,9 +186,12 @@ def sweep_model(
         raise errors.argument_invalid(
             "expected inputs and weights with objective 'output'",
             "inputs" if inputs is None else "weights")
-    stored = None if inputs is None else StoredInputs(
-        ModelRounding(inputs) if isinstance(inputs, str) else inputs, client)
-    weighed = ModelImportance(importance, inputs)
+    if objective == "tensor" and weights is not None:
+        raise errors.argument_invalid(
+            "expected weights with objective 'output'", "weights")
+    given = as_inputs(inputs)
+    stored = None if given is None else StoredInputs(given, client)
+    weighed = ModelImportance(importance, given)
     budgets = [(name, value) for name, values in (
         ("min_sqnr_db", min_sqnr_db), ("max_size_bytes", max_size_bytes),
         ("max_bits_per_element", max_bits_per_element))
