@@ -62,10 +62,10 @@ absl::Duration CompensationTime(int64_t rows, absl::Span<const int64_t> parts,
   double products = 0;
   for (const int64_t width : parts) {
     const double n = static_cast<double>(width);
-    products +=
-        n * n * (n / 3 + static_cast<double>(rows) / (measure_output ? 1 : 2));
+    products += n * n * static_cast<double>(rows) / (measure_output ? 1 : 2);
   }
-  return absl::Seconds(products / kPerSecond);
+  return core::CompensationFactor::Time(parts) +
+         absl::Seconds(products / kPerSecond);
 }
 
 class CompensatedQuantizeJob final : public HeldQuantizeJob {
