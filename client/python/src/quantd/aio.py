@@ -527,16 +527,21 @@ class Client:
                     max_size_bytes: Optional[int] = None,
                     ties: TiesLike = True) -> results.SweepResult:
         """Ranks specs; see quantd.Client.sweep."""
-        request = _requests.sweep(model, specs, revision, patterns, min_sqnr_db,
-                                  max_size_bytes)
+        request = _requests.sweep(model, specs, revision, patterns)
+        targets = _requests.sweep_targets(min_sqnr_db, max_size_bytes)
         await self._check_patterns(request.patterns, model, revision,
                                    "patterns")
         tied = Ties(ties)
         if tied.matters(request.specs):
             _requests.sweep_ties(
                 request, tied, await self._tied_names(tied, model, revision))
-        return _requests.sweep_result(
+        swept = _requests.sweep_result(
             [answer async for answer in self._read("Sweep", request)])
+        if not targets:
+            return swept
+        choice = _requests.SweepChoice(swept, len(request.specs), tied, targets)
+        return choice.result(choice.request and await self._call(
+            "ChooseMixture", choice.request))
 
     async def choose_mixture(
             self, tensors: Mapping[str, Iterable[results.MixtureOption]], *,

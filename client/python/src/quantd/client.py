@@ -759,18 +759,25 @@ class Client:
             none is an error.
         min_sqnr_db, max_size_bytes: at most one; chooses a spec for each
             tensor: the fewest bytes with that SQNR in each, or the least noise
-            within that size.
-        ties: as of compute_encodings().
+            within that size. What runtimes fuse gets one spec.
+        ties: as of compute_encodings(); in a mixture they get one spec in any
+            case. With the defaults the matrices of all experts of a layer get
+            one, too.
         """
-        request = _requests.sweep(model, specs, revision, patterns, min_sqnr_db,
-                                  max_size_bytes)
+        request = _requests.sweep(model, specs, revision, patterns)
+        targets = _requests.sweep_targets(min_sqnr_db, max_size_bytes)
         self._check_patterns(request.patterns, model, revision, "patterns")
         tied = Ties(ties)
         if tied.matters(request.specs):
             _requests.sweep_ties(request, tied,
                                  self._tied_names(tied, model, revision))
-        return _requests.sweep_result(
+        swept = _requests.sweep_result(
             list(self._read(self._encodings.Sweep, request)))
+        if not targets:
+            return swept
+        choice = _requests.SweepChoice(swept, len(request.specs), tied, targets)
+        return choice.result(choice.request and self._call(
+            self._encodings.ChooseMixture, choice.request))
 
     def choose_mixture(
             self, tensors: Mapping[str, Iterable[results.MixtureOption]], *,
