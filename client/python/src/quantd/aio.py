@@ -189,7 +189,7 @@ class Client:
                  balance: bool = False) -> None:
         self._options = _channel.check_options(
             target, timeout, chunk_bytes, retry_for, max_retries,
-            initial_backoff, max_backoff)
+            initial_backoff, max_backoff, credentials is not None)
         target = self._options.target
         self._token = _credentials.token_of(token_file, target, credentials)
         self._arguments = _channel.channel_arguments(self._options, balance,
@@ -840,10 +840,13 @@ class Client:
 
     async def _pause(self, error: errors.QuantdError, retries: Retries) -> None:
         """Waits before the next attempt, or raises."""
+        if error.cause == errors.CLOSED:
+            await asyncio.get_running_loop().run_in_executor(
+                None, self._options.learn, retries, error)
         if not self._options.allows(retries, error) or (
                 error.code != grpc.StatusCode.UNAVAILABLE and
                 error.retry_after is None):
-            raise error
+            raise retries.explained(error)
         seconds = self._options.pause(retries, error)
         end = time.monotonic() + seconds
         if error.reason == "SERVER_UNREACHABLE":
