@@ -374,6 +374,8 @@ class _Run:
         self._groups: list[Group] = []
         # By tensor.
         self._tied: dict[str, Group] = {}
+        # By tensor; other ones once their importance is found.
+        self._spec_of: dict[str, EncodingSpec] = {}
         self._is_cleared = False
         # Revision that the encodings are in until all files are written.
         self._draft = ""
@@ -398,6 +400,7 @@ class _Run:
             [(tensor.name, tensor.shape) for shard in self._shards
              for tensor in shard.selected],
             lambda name: [self._template(name).spec], self._client)
+        self._spec_of.clear()
         if self._has_keys:
             for shard in self._shards:
                 self._set_keys(shard)
@@ -526,8 +529,11 @@ class _Run:
         return template
 
     def _spec(self, tensor: FileTensor) -> EncodingSpec:
-        return self._importance.apply(
-            tensor.name, self._template(tensor.name).spec_of(tensor.shape))
+        spec = self._spec_of.get(tensor.name)
+        if spec is None:
+            spec = self._spec_of[tensor.name] = self._importance.apply(
+                tensor.name, self._template(tensor.name).spec_of(tensor.shape))
+        return spec
 
     def _message(self, tensor: FileTensor) -> Any:
         return self._spec(tensor).to_proto()
@@ -806,13 +812,20 @@ class _Run:
     def _header_room(self, target: _Target) -> int:
         """Of a large file: enough for the header, whatever becomes of the
         tensors. quantctl leaves it, so that codes come to where they stay."""
-        entries = []
+        specs = {tensor.name: self._template(tensor.name).of(tensor.shape)
+                 for tensor in target.tensors}
+        entries = [entry for tensor in target.tensors
+                   for entry in _layout.expected_entries(
+                       tensor.name, specs[tensor.name], tensor.shape)]
+        entries += [(tensor.name, tensor.dtype, tensor.shape)
+                    for tensor in target.covered if tensor.name not in specs]
+        if sum(_files.size_of(dtype, shape)
+               for _, dtype, shape in entries) < _ROOM_FROM_BYTES:
+            return 0
         metadata = dict(target.shard.file.metadata)
         records: dict[str, Any] = {}
         for tensor in target.tensors:
-            spec = self._template(tensor.name).of(tensor.shape)
-            entries += _layout.expected_entries(tensor.name, spec,
-                                                tensor.shape)
+            spec = specs[tensor.name]
             encoding, _ = _layout.expected(spec, tensor.shape)
             most = 2**64 - 1
             compensated = self._outcomes[tensor.name].is_compensated
@@ -825,13 +838,6 @@ class _Run:
                 "u" + _layout.record_text(
                     dataclasses.replace(encoding, qmin=-2**31, qmax=-2**31),
                     tensor.shape, tensor.element_type or ""))
-        selected = {tensor.name for tensor in target.tensors}
-        entries += [(tensor.name, tensor.dtype, tensor.shape)
-                    for tensor in target.covered
-                    if tensor.name not in selected]
-        if sum(_files.size_of(dtype, shape)
-               for _, dtype, shape in entries) < _ROOM_FROM_BYTES:
-            return 0
         if self._is_folder or target.part is not None:
             metadata[_COMMAND_KEY] = target.shard.command
             metadata[_RUN_KEY] = target.shard.run
