@@ -67,7 +67,7 @@ struct DequantizeOutcome {
   absl::Status status;
   // See QuantizedTensor.
   std::string note;
-  // Of the output; its type may be too narrow.
+  // Of the output: its type may be too narrow, or a code infinity.
   uint64_t infinity_count = 0;
 };
 
@@ -638,8 +638,9 @@ class Dequantizer {
         notes.push_back(absl::StrCat(
             "quantctl: tensor ", outcome.name, ": ",
             CountText(outcome.infinity_count),
-            " elements are infinite: ", outcome.dtype, " has at most ",
-            files::LargestNumber(*dtype), " in magnitude"));
+            " elements are infinite: their codes are infinity, or beyond ",
+            outcome.dtype, ", which has at most ", files::LargestNumber(*dtype),
+            " in magnitude"));
       }
       if (!outcome.status.ok()) {
         errors.push_back({outcome.name, outcome.status});

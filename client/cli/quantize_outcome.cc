@@ -50,8 +50,7 @@ absl::Status CheckData(const files::SafetensorsReader& file,
   return files::FileMalformedError(
       path, absl::StrCat("the XXH3 of its data is ", got, ", and was ",
                          expected.empty() ? "not kept" : expected,
-                         " when it was written; delete it and run its part "
-                         "again"));
+                         " when it was written; run its part again"));
 }
 
 Json RecordOf(const Outcome& outcome) {

@@ -116,7 +116,8 @@ struct QuantizePlan {
   // Has all tensors from the beginning; different ones may change at once.
   Outcomes outcomes;
   // What is said of tensors that are not quantized as it was asked for: without
-  // elements, or without whole blocks of the GGUF type.
+  // elements, or without whole blocks of the GGUF type; and of files of earlier
+  // runs that are damaged.
   std::vector<std::string> notes;
   // Likewise, of those that --include or a pattern of --spec names and that are
   // copied.

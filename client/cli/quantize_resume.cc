@@ -227,8 +227,9 @@ class Earlier {
       if (!is_own && !options_.output.force) {
         return OtherPartError(target.path, absl::StatusCode::kAlreadyExists);
       }
-      target.is_kept =
-          !options_.restart && is_own && TakeRecords(target.tensors, *written);
+      target.is_kept = !options_.restart && is_own &&
+                       IsIntact(*written, target.path) &&
+                       TakeRecords(target.tensors, *written);
       target.if_exists = files::IfExists::kReplace;
       target.shard->is_written = target.is_kept;
     }
@@ -352,9 +353,24 @@ class Earlier {
     return true;
   }
 
+  // Whether a file has the data that were written, all of which this reads;
+  // says so where it does not.
+  bool IsIntact(const files::SafetensorsReader& written,
+                const std::string& path) {
+    if (CheckData(written, path).ok()) return true;
+    plan_.notes.push_back(absl::StrCat(
+        "quantctl: ", path,
+        ": done again, as its data are not those that were written"));
+    return false;
+  }
+
   // Whether an earlier run has written that shard; takes over what it tells.
   bool Keep(const files::SafetensorsReader& written, Shard* shard) {
     if (MetadataOf(written, kRunKey) != shard->run || plan_.AnyFailed(*shard)) {
+      return false;
+    }
+    // A join fails of it instead.
+    if (!options_.parts.join && !IsIntact(written, shard->output_path)) {
       return false;
     }
     if (!TakeRecords(shard->selected, written)) return false;

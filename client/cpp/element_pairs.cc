@@ -8,6 +8,7 @@
 #include "absl/types/span.h"
 #include "client/cpp/tensor.h"
 #include "client/cpp/tensor_stream.h"
+#include "client/files/half.h"
 
 namespace quantd::internal {
 namespace {
@@ -15,16 +16,7 @@ namespace {
 // How elements lie in memory, and what they are worth.
 struct HalfElement {
   uint16_t bits;
-  float Value() const {
-    // The exponent is 112 too small, which a power of two makes good, also of
-    // subnormal numbers; that of infinities and NaN is not.
-    const uint32_t magnitude = (bits & 0x7FFFu) << 13;
-    const uint32_t scaled =
-        absl::bit_cast<uint32_t>(absl::bit_cast<float>(magnitude) * 0x1p112F);
-    const uint32_t wide =
-        magnitude < 0x0F800000 ? scaled : magnitude | 0x7F800000;
-    return absl::bit_cast<float>(wide | (bits & 0x8000u) << 16);
-  }
+  float Value() const { return files::HalfValue(bits); }
 };
 struct BrainElement {
   uint16_t bits;

@@ -1,7 +1,6 @@
 #include "client/cpp/scales.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -11,6 +10,7 @@
 #include "absl/types/span.h"
 #include "client/cpp/element_bytes.h"
 #include "client/cpp/tensor.h"
+#include "client/files/half.h"
 
 namespace quantd {
 namespace {
@@ -26,14 +26,6 @@ uint16_t ToHalf(float value) {
     return static_cast<uint16_t>(mantissa >> std::min(-1 - exponent, 31));
   }
   return static_cast<uint16_t>(((exponent + 14) << 10) + (mantissa >> 13));
-}
-
-float FromHalf(uint16_t half) {
-  const int exponent = (half >> 10) & 31;
-  const int mantissa = half & 1023;
-  return exponent == 0
-             ? std::ldexp(static_cast<float>(mantissa), -24)
-             : std::ldexp(static_cast<float>(1024 + mantissa), exponent - 25);
 }
 
 uint16_t ToBfloat(float value) {
@@ -231,8 +223,9 @@ Encoding WithScales(const Encoding& encoding, const Scales& scales) {
     case 2:
       whole.clear_scale();
       for (const uint16_t narrow : CopyElements<uint16_t>(scales.scale)) {
-        whole.add_scale(type == v1::SCALE_TYPE_FLOAT16 ? FromHalf(narrow)
-                                                       : FromBfloat(narrow));
+        whole.add_scale(type == v1::SCALE_TYPE_FLOAT16
+                            ? files::HalfValue(narrow)
+                            : FromBfloat(narrow));
       }
       break;
     default:

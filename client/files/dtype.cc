@@ -9,6 +9,7 @@
 
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "client/files/half.h"
 
 namespace quantd::files {
 namespace {
@@ -90,18 +91,7 @@ std::optional<int64_t> TensorSizeBytes(Dtype dtype,
 }
 
 float ReadHalf(const uint8_t* bytes) {
-  const uint32_t bits = bytes[0] | uint32_t{bytes[1]} << 8;
-  const uint32_t exponent = bits >> 10 & 31;
-  uint32_t mantissa = bits & 1023;
-  const float sign = (bits & 0x8000) != 0 ? -1.0F : 1.0F;
-  if (exponent == 0) return sign * static_cast<float>(mantissa) * 0x1p-24F;
-  if (exponent == 31 && mantissa != 0) mantissa |= 512;  // Quiet.
-  const uint32_t wide = (bits & 0x8000) << 16 |
-                        (exponent == 31 ? 255 : exponent + 112) << 23 |
-                        mantissa << 13;
-  float value = 0;
-  std::memcpy(&value, &wide, sizeof(value));
-  return value;
+  return HalfValue(static_cast<uint16_t>(bytes[0] | bytes[1] << 8));
 }
 
 uint16_t NearestHalf(float value) {

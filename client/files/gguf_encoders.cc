@@ -10,6 +10,7 @@
 #include "absl/strings/string_view.h"
 #include "client/files/dtype.h"
 #include "client/files/gguf_types.h"
+#include "client/files/half.h"
 
 namespace quantd::files {
 namespace {
@@ -55,12 +56,6 @@ float Code(float value, float low, float high) {
 int NearestInt(float value, int low, int high) {
   return static_cast<int>(
       Code(value, static_cast<float>(low), static_cast<float>(high)));
-}
-
-float HalfValue(uint16_t half) {
-  const uint8_t bytes[] = {static_cast<uint8_t>(half & 255),
-                           static_cast<uint8_t>(half >> 8)};
-  return ReadHalf(bytes);
 }
 
 float InverseOf(float scale) { return scale == 0 ? 0 : 1 / scale; }

@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
 #include "core/parallel/stop_token.h"
@@ -510,6 +511,17 @@ absl::StatusOr<CompensationFactor> CompensationFactor::Create(
   return factor;
 }
 
+absl::Duration CompensationFactor::Time(absl::Span<const int64_t> block_sizes) {
+  // Fused multiply-adds.
+  constexpr double kPerSecond = 5e9;
+  double products = 0;
+  for (const int64_t size : block_sizes) {
+    const double n = static_cast<double>(size);
+    products += n * n * n / 6;
+  }
+  return absl::Seconds(products / kPerSecond);
+}
+
 int64_t CompensationFactor::MemoryBytes(absl::Span<const int64_t> block_sizes) {
   int64_t bytes = sizeof(CompensationFactor);
   for (const int64_t size : block_sizes) {
@@ -543,6 +555,11 @@ absl::Status CheckSemidefinite(const GramState& gram, ThreadPool* pool,
         "x"));
   }
   return absl::OkStatus();
+}
+
+absl::Duration SemidefiniteCheckTime(int64_t features, int64_t part_size) {
+  return features / part_size * CompensationFactor::Time({part_size}) +
+         CompensationFactor::Time({features % part_size});
 }
 
 int64_t SemidefiniteCheckBytes(int64_t features, int64_t part_size) {

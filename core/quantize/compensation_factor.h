@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
@@ -69,9 +70,8 @@ class CompensationFactor {
   // `columns`  of the weight: the sizes of the blocks add up to it.
   // `gram`     from the first features to the last.
   // `pool`     spreads the work over its threads; may be null.
-  // Takes size^3 / 6 fused multiply-adds for each block, and many times as long
-  // on processors without them. Meanwhile it holds 1.1 KB for each column of
-  // the largest block, and 130 KB.
+  // Takes Time; many times as long on processors without fused multiply-adds.
+  // Meanwhile it holds 1.1 KB for each column of the largest block, and 130 KB.
   // Errors: GRAM_INVALID (another width, NaN or infinity, not symmetric to the
   // last bit, a negative diagonal, not positive definite with the damping),
   // METHOD_INVALID (damping). CANCELLED.
@@ -79,6 +79,10 @@ class CompensationFactor {
       int64_t columns, absl::Span<const GramBlock> gram,
       const CompensationOptions& options, ThreadPool* pool,
       StopToken stop = StopToken());
+
+  // About how long one thread takes for such blocks: size^3 / 6 fused
+  // multiply-adds for each, those of a triangular factorization.
+  static absl::Duration Time(absl::Span<const int64_t> block_sizes);
 
   // Size in bytes of the factor of such blocks, at the most. About 2 bytes for
   // each element of the matrices.
@@ -123,11 +127,13 @@ class CompensationFactor {
 
 // Checks that a Gram matrix is positive semidefinite, as X^T X is, and so are
 // sums of such: with 1e-6 of its mean diagonal added it has a factor.
-// Takes as long as CompensationFactor::Create and holds as much, and the part
-// in float64.
+// Holds as much as CompensationFactor::Create for a part, and the part in
+// float64.
 // Errors: STATISTICS_INVALID; CANCELLED.
 absl::Status CheckSemidefinite(const GramState& gram, ThreadPool* pool,
                                StopToken stop = StopToken());
+// About how long one thread takes for that: as long as CompensationFactor.
+absl::Duration SemidefiniteCheckTime(int64_t features, int64_t part_size);
 // What that holds at most beside the matrix.
 int64_t SemidefiniteCheckBytes(int64_t features, int64_t part_size);
 

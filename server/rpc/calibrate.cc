@@ -20,6 +20,7 @@
 #include "core/errors.h"
 #include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
+#include "core/quantize/compensation_factor.h"
 #include "core/statistics/feature_moments.h"
 #include "core/statistics/gram_state.h"
 #include "core/statistics/histogram.h"
@@ -461,16 +462,6 @@ absl::Duration GramTime(int64_t element_count, int64_t part_size) {
                        static_cast<double>(part_size) / 2 / kPerSecond);
 }
 
-// The same to check one that comes in place of rows: see
-// core::CheckSemidefinite.
-absl::Duration GramCheckTime(int64_t features, int64_t part_size) {
-  // Fused multiply-adds.
-  constexpr double kPerSecond = 5e9;
-  const auto width = static_cast<double>(std::min(features, part_size));
-  return absl::Seconds(static_cast<double>(features) * width * width / 6 /
-                       kPerSecond);
-}
-
 class CalibrateJob final : public TensorJob {
  public:
   // `accumulator`    null where a state comes in place of elements.
@@ -488,7 +479,8 @@ class CalibrateJob final : public TensorJob {
       step_ = Step::kSplitState;
       if (has_gram()) {
         const GramTask& gram = *task_.contribution->features.gram;
-        search_time_ = GramCheckTime(gram.feature_count, gram.part_size);
+        search_time_ =
+            core::SemidefiniteCheckTime(gram.feature_count, gram.part_size);
       }
       return;
     }

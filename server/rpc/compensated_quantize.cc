@@ -9,7 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -62,10 +61,10 @@ absl::Duration CompensationTime(int64_t rows, absl::Span<const int64_t> parts,
   double products = 0;
   for (const int64_t width : parts) {
     const double n = static_cast<double>(width);
-    products +=
-        n * n * (n / 3 + static_cast<double>(rows) / (measure_output ? 1 : 2));
+    products += n * n * static_cast<double>(rows) / (measure_output ? 1 : 2);
   }
-  return absl::Seconds(products / kPerSecond);
+  return core::CompensationFactor::Time(parts) +
+         absl::Seconds(products / kPerSecond);
 }
 
 class CompensatedQuantizeJob final : public HeldQuantizeJob {
@@ -249,7 +248,8 @@ class CompensatedQuantizeJob final : public HeldQuantizeJob {
       for (int64_t i = 0; i < rows; ++i) noise += errors[i];
       return status;
     };
-    if (absl::Status s = ForEachBand(round); !s.ok()) return s;
+    absl::Status status = buffer().ForEachBand(RowBytes(), BandRows(), round);
+    if (!status.ok()) return status;
     const bool has_finite =
         counts_.nan + counts_.positive_infinity + counts_.negative_infinity <
         counts_.total;
@@ -257,21 +257,6 @@ class CompensatedQuantizeJob final : public HeldQuantizeJob {
         has_finite
             ? core::NoiseToSignal(std::max(noise, 0.0) / input_rows, *signal)
             : std::numeric_limits<double>::quiet_NaN());
-    return absl::OkStatus();
-  }
-
-  // Calls body(row, rows, reals) for rows of the tensor, from the first on.
-  absl::Status ForEachBand(
-      absl::FunctionRef<absl::Status(int64_t, int64_t, const uint8_t*)> body) {
-    const int64_t row_bytes = RowBytes();
-    std::vector<uint8_t> band(static_cast<size_t>(BandRows() * row_bytes));
-    for (int64_t row = 0; row < rows_; row += BandRows()) {
-      const int64_t rows = std::min(BandRows(), rows_ - row);
-      buffer().Copy(
-          row * row_bytes,
-          absl::MakeSpan(band).first(static_cast<size_t>(rows * row_bytes)));
-      if (absl::Status s = body(row, rows, band.data()); !s.ok()) return s;
-    }
     return absl::OkStatus();
   }
 
@@ -287,7 +272,8 @@ class CompensatedQuantizeJob final : public HeldQuantizeJob {
                                   reals, nullptr, &power, env().helper_pool,
                                   stop());
     };
-    if (absl::Status s = ForEachBand(add); !s.ok()) return s;
+    absl::Status status = buffer().ForEachBand(RowBytes(), BandRows(), add);
+    if (!status.ok()) return status;
     return power.exact;
   }
 

@@ -10,12 +10,14 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/calibrate/calibrate.h"
 #include "core/calibrate/encoding_spec.h"
 #include "core/errors.h"
 #include "core/formats/scale_type.h"
+#include "core/parallel/stop_token.h"
 #include "core/types/encoding_memory.h"
 #include "core/types/tensor_slice.h"
 #include "server/wire/names.h"
@@ -390,6 +392,19 @@ absl::Status CutSpec(const RpcEnvironment& env, const core::TensorSlice& slice,
 }
 
 }  // namespace
+
+StoreUse ImportanceUse(const ResolvedSpec& spec) {
+  return spec.importance != nullptr && spec.importance->waits()
+             ? StoreUse::kReadStatistics
+             : StoreUse::kNone;
+}
+
+absl::Status ReadImportance(const RpcEnvironment& env, const ResolvedSpec& spec,
+                            absl::string_view field, core::StopToken stop) {
+  return spec.importance == nullptr
+             ? absl::OkStatus()
+             : core::WithField(spec.importance->Read(env, stop), field);
+}
 
 absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
                                          const v1::EncodingSpec& proto,

@@ -11,9 +11,11 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "core/calibrate/encoding_spec.h"
 #include "core/calibrate/importance.h"
+#include "core/parallel/stop_token.h"
 #include "core/types/block_layout.h"
 #include "core/types/encoding.h"
 #include "quantd/v1/encoding.pb.h"
@@ -23,6 +25,7 @@
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/scale_stream.h"
 #include "server/rpc/spec_importance.h"
+#include "server/rpc/tensor_job.h"
 #include "server/store/encoding_store.h"
 #include "server/wire/encoding_proto.h"
 
@@ -128,6 +131,13 @@ struct ResolvedSpec {
 inline const core::Importance* ImportanceOf(const ResolvedSpec& spec) {
   return spec.importance == nullptr ? nullptr : spec.importance->get();
 }
+// What ReadImportance does with a store.
+StoreUse ImportanceUse(const ResolvedSpec& spec);
+// Reads the weights of a spec's elements, if it has some; once.
+// `field`  of the importance in the request.
+// Errors: those of SpecImportance::Read, at fields of `field`.
+absl::Status ReadImportance(const RpcEnvironment& env, const ResolvedSpec& spec,
+                            absl::string_view field, core::StopToken stop);
 
 // Parses a spec, and adds what its fixed ranges take to `lease`, which has to
 // live as long as the spec. Each scale may have a range. They are charged as

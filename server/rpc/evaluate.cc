@@ -330,8 +330,8 @@ class EvaluateJob final : public TensorJob {
     if (meter_ != nullptr) return StoreUse::kReadStatistics;
     StoreUse use = StoreUse::kNone;
     for (const Candidate& candidate : candidates_) {
-      if (candidate.spec.has_value() && candidate.spec->importance != nullptr &&
-          candidate.spec->importance->waits()) {
+      if (candidate.spec.has_value() &&
+          ImportanceUse(*candidate.spec) != StoreUse::kNone) {
         return StoreUse::kReadStatistics;
       }
       if (candidate.source.has_value() && candidate.source->waits()) {
@@ -345,10 +345,9 @@ class EvaluateJob final : public TensorJob {
     int64_t metrics_count = 0;
     for (Candidate& candidate : candidates_) {
       if (candidate.spec.has_value()) {
-        if (candidate.spec->importance != nullptr) {
-          absl::Status status = candidate.spec->importance->Read(env_, stop());
-          if (!status.ok()) return core::WithField(status, candidate.field);
-        }
+        absl::Status status =
+            ReadImportance(env_, *candidate.spec, candidate.field, stop());
+        if (!status.ok()) return status;
         metrics_count += candidate.spec->layout->scale_count();
         if (!candidate.is_held()) StartLocal(candidate);
         continue;

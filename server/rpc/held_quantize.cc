@@ -7,34 +7,17 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "core/errors.h"
-#include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
 #include "core/statistics/held_tensor.h"
 #include "core/types/element_type.h"
 #include "server/rpc/code_producer.h"
 #include "server/rpc/encoding_source.h"
 #include "server/rpc/rpc_environment.h"
-#include "server/rpc/spec_importance.h"
 #include "server/rpc/tensor_accumulator.h"
 #include "server/rpc/tensor_calibration.h"
 #include "server/wire/chunk_writer.h"
 
 namespace quantd::server {
-
-StoreUse ImportanceUse(const ResolvedSpec& spec) {
-  return spec.importance != nullptr && spec.importance->waits()
-             ? StoreUse::kReadStatistics
-             : StoreUse::kNone;
-}
-
-absl::Status ReadImportance(const RpcEnvironment& env, const ResolvedSpec& spec,
-                            core::StopToken stop) {
-  return spec.importance == nullptr
-             ? absl::OkStatus()
-             : core::WithField(spec.importance->Read(env, stop),
-                               "header.spec.importance");
-}
 
 absl::StatusOr<std::unique_ptr<TensorAccumulator>> MakeHeldAccumulator(
     const RpcEnvironment& env, core::ElementType element_type,
@@ -62,8 +45,9 @@ HeldQuantizeJob::HeldQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
 }
 
 absl::Status HeldQuantizeJob::Resolve(ChunkWriter* out) {
-  return spec_ == nullptr ? absl::OkStatus()
-                          : ReadImportance(env(), *spec_, stop());
+  return spec_ == nullptr
+             ? absl::OkStatus()
+             : ReadImportance(env(), *spec_, "header.spec.importance", stop());
 }
 
 absl::Status HeldQuantizeJob::Reserve(int64_t bytes) {

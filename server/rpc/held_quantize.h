@@ -9,7 +9,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
 #include "core/types/element_type.h"
 #include "server/rpc/buffered_quantize.h"
@@ -22,13 +21,6 @@
 #include "server/wire/chunk_writer.h"
 
 namespace quantd::server {
-
-// Of ReadImportance.
-StoreUse ImportanceUse(const ResolvedSpec& spec);
-// Reads the importance of the spec of a header, if it has one.
-// Errors: those of SpecImportance::Read, at fields of the header.
-absl::Status ReadImportance(const RpcEnvironment& env, const ResolvedSpec& spec,
-                            core::StopToken stop);
 
 // What a HeldQuantizeJob gathers for a spec; null where that is null.
 // Errors: those of TensorAccumulator::Create.

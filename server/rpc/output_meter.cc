@@ -127,38 +127,34 @@ absl::StatusOr<std::vector<double>> OutputMeter::Measure(
   const int64_t real_bytes = core::ElementSizeBytes(type_);
   const int64_t band_elements = band_rows() * columns_;
   constexpr int64_t kMostCodeBytes = 4;
-  std::vector<uint8_t> real(band_elements * real_bytes);
   std::vector<uint8_t> codes(band_elements * kMostCodeBytes);
   std::vector<uint8_t> restored(band_elements *
                                 core::ElementSizeBytes(arithmetic_type));
   core::OutputPower signal;
   std::vector<core::OutputPower> noise(encodings.size());
-  for (int64_t row = 0; row < rows_; row += band_rows()) {
-    const int64_t rows = std::min(band_rows(), rows_ - row);
+  const auto measure = [&](int64_t row, int64_t rows, const uint8_t* real) {
     const int64_t first = row * columns_;
     const int64_t count = rows * columns_;
-    tensor.Copy(first * real_bytes,
-                absl::MakeSpan(real).first(count * real_bytes));
-    absl::Status status =
-        core::AddOutputPower(*gram, type_, rows, real.data(), nullptr, &signal,
-                             env_.helper_pool, stop);
-    if (!status.ok()) return status;
-    for (size_t i = 0; i < encodings.size(); ++i) {
+    absl::Status status = core::AddOutputPower(
+        *gram, type_, rows, real, nullptr, &signal, env_.helper_pool, stop);
+    for (size_t i = 0; i < encodings.size() && status.ok(); ++i) {
       const core::Encoding& encoding = *encodings[i]->encoding;
       const core::BlockLayout& layout = *encodings[i]->layout;
       core::QuantizeCounts counts;
-      status = core::Quantize(
-          encoding, layout, type_, core::NanPolicy::kDefault, first, count,
-          real.data(), codes.data(), &counts, env_.helper_pool);
+      status = core::Quantize(encoding, layout, type_,
+                              core::NanPolicy::kDefault, first, count, real,
+                              codes.data(), &counts, env_.helper_pool);
       if (!status.ok()) return status;
       core::Dequantize(encoding, layout, arithmetic_type, first, count,
                        codes.data(), restored.data(), env_.helper_pool);
-      status =
-          core::AddOutputPower(*gram, type_, rows, real.data(), restored.data(),
-                               &noise[i], env_.helper_pool, stop);
-      if (!status.ok()) return status;
+      status = core::AddOutputPower(*gram, type_, rows, real, restored.data(),
+                                    &noise[i], env_.helper_pool, stop);
     }
-  }
+    return status;
+  };
+  absl::Status status =
+      tensor.ForEachBand(columns_ * real_bytes, band_rows(), measure);
+  if (!status.ok()) return status;
   std::vector<double> noise_to_signal;
   noise_to_signal.reserve(noise.size());
   for (const core::OutputPower& power : noise) {

@@ -276,7 +276,7 @@ class BlockQuantizeJob final : public BufferedQuantizeJob {
 
   StoreUse ResolveUse() const override { return ImportanceUse(*spec_); }
   absl::Status Resolve(ChunkWriter* out) override {
-    return ReadImportance(env(), *spec_, stop());
+    return ReadImportance(env(), *spec_, "header.spec.importance", stop());
   }
 
   absl::Status Reserve(int64_t bytes) override {
@@ -366,7 +366,8 @@ class LocalQuantizeJob final : public TensorJob {
 
   StoreUse ResolveUse() const override { return ImportanceUse(*spec_); }
   absl::Status Resolve(ChunkWriter* out) override {
-    absl::Status status = ReadImportance(env_, *spec_, stop());
+    absl::Status status =
+        ReadImportance(env_, *spec_, "header.spec.importance", stop());
     if (!status.ok()) return status;
     ResolvedEncoding resolved;
     // Its scales are not looked at.

@@ -72,6 +72,13 @@ std::vector<double> MeanSquares(const core::GramState& gram) {
   return means;
 }
 
+// Errors: METHOD_INVALID.
+absl::Status CheckCount(int64_t count) {
+  if (count <= kMaxWeights) return absl::OkStatus();
+  return core::MethodInvalidError(absl::StrCat(
+      "importance of ", count, " weights, expected at most ", kMaxWeights));
+}
+
 // Of the weights of a row of the whole, those of the slice.
 std::vector<double> CutRow(const core::TensorSlice& slice,
                            absl::Span<const double> weights) {
@@ -149,12 +156,10 @@ absl::StatusOr<std::shared_ptr<SpecImportance>> SpecImportance::Create(
         core::MethodInvalidError("both inputs and weights, expected one"),
         "weight");
   }
-  if (count > kMaxWeights || proto.weight_size() > kMaxWeights) {
-    return core::MethodInvalidError(absl::StrCat(
-        "importance of ", count, " indices and ", proto.weight_size(),
-        " weights, expected at most ", kMaxWeights));
-  }
-  // Those that are read beside those that are there. A row may have more.
+  status = CheckCount(std::max<int64_t>(count, proto.weight_size()));
+  if (!status.ok()) return status;
+  // Those that are read beside those that are there. A row may have more than
+  // the dimension.
   constexpr int64_t kCopies = 2;
   const int64_t most = std::min(
       kMaxWeights,
@@ -213,7 +218,12 @@ absl::StatusOr<std::vector<double>> SpecImportance::ReadWeights(
   const absl::StatusOr<absl::optional<core::GramState>> gram =
       statistics_->ReadGram(*inputs_, charge);
   if (!gram.ok()) return gram.status();
-  if (gram->has_value()) return MeanSquares(**gram);
+  if (gram->has_value()) {
+    // Moments have no more features than that.
+    absl::Status status = CheckCount((*gram)->feature_count());
+    if (!status.ok()) return status;
+    return MeanSquares(**gram);
+  }
   return core::MethodInvalidError(absl::StrCat(
       "the statistics of \"", ShownName(inputs_->tensor),
       "\" have neither moments nor a Gram matrix, expected contributions with "

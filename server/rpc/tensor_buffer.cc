@@ -1,12 +1,14 @@
 #include "server/rpc/tensor_buffer.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
@@ -63,6 +65,23 @@ void TensorBuffer::Copy(int64_t offset, absl::Span<uint8_t> out) const {
     offset += static_cast<int64_t>(from.size());
     out.remove_prefix(from.size());
   }
+}
+
+absl::Status TensorBuffer::ForEachBand(
+    int64_t row_bytes, int64_t band_rows,
+    absl::FunctionRef<absl::Status(int64_t row, int64_t rows,
+                                   const uint8_t* reals)>
+        body) const {
+  const int64_t row_count = size_bytes_ / row_bytes;
+  std::vector<uint8_t> band(static_cast<size_t>(band_rows * row_bytes));
+  for (int64_t row = 0; row < row_count; row += band_rows) {
+    const int64_t rows = std::min(band_rows, row_count - row);
+    Copy(row * row_bytes,
+         absl::MakeSpan(band).first(static_cast<size_t>(rows * row_bytes)));
+    absl::Status status = body(row, rows, band.data());
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
 }
 
 core::HeldTensor TensorBuffer::Held(const core::BlockLayout& layout,

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "core/statistics/held_tensor.h"
@@ -40,6 +41,12 @@ class TensorBuffer {
   // Copies bytes [offset, offset + out.size()).
   // Requires: they are there.
   void Copy(int64_t offset, absl::Span<uint8_t> out) const;
+  // Calls body(row, rows, reals) with copies of `band_rows` rows of `row_bytes`
+  // at a time, the last may be fewer, until an error.
+  absl::Status ForEachBand(int64_t row_bytes, int64_t band_rows,
+                           absl::FunctionRef<absl::Status(
+                               int64_t row, int64_t rows, const uint8_t* reals)>
+                               body) const;
 
   // All of it, as the elements of a tensor of that layout, which outlives what
   // is returned, as does this.

@@ -22,6 +22,7 @@
 #include "server/store/sql_statistics_store.h"
 #include "server/store/sqlite_database.h"
 #include "tests/support/temporary_directory.h"
+#include "tests/support/test_server.h"
 
 namespace quantd::store_threads_test {
 namespace {
@@ -89,14 +90,12 @@ TEST(StoreThreadsTest, OneCallerHasHalfOfThem) {
   server::SqlStatisticsStore statistics(database,
                                         options.limits.statistics_bytes);
   options.listen = {"127.0.0.1:0", socket};
-  options.drain_delay = absl::ZeroDuration();
-  const std::unique_ptr<server::QuantdServer> server =
-      *server::QuantdServer::Start(options, &store, &statistics, &metrics);
+  const testing::TestServer server(options, &store, &statistics);
   const auto connect = [](const std::string& address) {
     return grpc::CreateChannel(address, grpc::InsecureChannelCredentials());
   };
   // Callers are told apart by their addresses.
-  const auto greedy = connect(server->addresses()[0]);
+  const auto greedy = connect(server.address());
   const auto other = connect(socket);
   std::vector<std::thread> threads;
   for (int i = 0; i < 8; ++i) {

@@ -36,10 +36,22 @@ TestServer::TestServer(server::ServerOptions options) {
       std::make_unique<server::SqlStatisticsStore>(
           database, options.limits.statistics_bytes),
       &metrics_);
+  Start(std::move(options), store_.get(), statistics_.get());
+}
+
+TestServer::TestServer(server::ServerOptions options,
+                       server::EncodingStore* encodings,
+                       server::StatisticsStore* statistics) {
+  Start(std::move(options), encodings, statistics);
+}
+
+void TestServer::Start(server::ServerOptions options,
+                       server::EncodingStore* encodings,
+                       server::StatisticsStore* statistics) {
   if (options.listen.empty()) options.listen = {"127.0.0.1:0"};
   options.drain_delay = absl::ZeroDuration();
-  server_ = ValueOrDie(server::QuantdServer::Start(
-      options, store_.get(), statistics_.get(), &metrics_));
+  server_ = ValueOrDie(
+      server::QuantdServer::Start(options, encodings, statistics, &metrics_));
   const std::shared_ptr<grpc::Channel> channel = NewChannel();
   quantization_ = v1::QuantizationService::NewStub(channel);
   encodings_ = v1::EncodingService::NewStub(channel);

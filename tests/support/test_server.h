@@ -21,6 +21,9 @@ class TestServer {
  public:
   // Listens on 127.0.0.1:0; aborts the test program if that fails.
   explicit TestServer(server::ServerOptions options = {});
+  // The same over stores of the caller, which outlive it; null for none.
+  TestServer(server::ServerOptions options, server::EncodingStore* encodings,
+             server::StatisticsStore* statistics);
   ~TestServer();
 
   const std::string& address() const { return server_->addresses()[0]; }
@@ -29,10 +32,14 @@ class TestServer {
   v1::EncodingService::Stub& encodings() { return *encodings_; }
   server::QuantdServer& server() { return *server_; }
   server::Metrics& metrics() { return metrics_; }
+  // Requires: over its own file.
   server::EncodingStore& store() { return *store_; }
   server::StatisticsStore& statistics() { return *statistics_; }
 
  private:
+  void Start(server::ServerOptions options, server::EncodingStore* encodings,
+             server::StatisticsStore* statistics);
+
   TemporaryDirectory directory_;
   server::Metrics metrics_;
   std::unique_ptr<server::EncodingStore> store_;

@@ -3,6 +3,7 @@ quantd."""
 
 import concurrent.futures
 import dataclasses
+import math
 import threading
 import warnings
 
@@ -196,12 +197,16 @@ def test_ResultsDequantizeHereAsTheServerDoes(client, name):
 
 
 @pytest.mark.parametrize("element_type,largest,most", [
-    ("float16", 65600, "65504"), ("bfloat16", 3.4e38, "3.39e+38")])
-def test_InfinitiesOfNarrowTypesAreWarnedOf(client, element_type, largest,
-                                            most):
+    ("float16", 65600, "65504"), ("bfloat16", 3.4e38, "3.38953e+38"),
+    # Codes that are infinity.
+    ("float32", math.inf, "3.40282e+38"), ("float64", math.inf, "1.79769e+308")
+])
+def test_InfinitiesAreWarnedOf(client, element_type, largest, most):
     x = np.full((2, 4), largest, np.float32)
     x[0, 0] = 1
-    wide = client.quantize(x, "int8", name=quantd.TensorName("m", "w"))
+    wide = client.quantize(
+        x, "int8" if math.isfinite(largest) else "float8_e5m2:no-saturation",
+        name=quantd.TensorName("m", "w"))
     narrow = dataclasses.replace(wide, element_type=element_type)
     for call in (narrow.dequantize, lambda: client.dequantize(narrow),
                  lambda: client.dequantize(wide, element_type=element_type),
@@ -212,9 +217,10 @@ def test_InfinitiesOfNarrowTypesAreWarnedOf(client, element_type, largest,
         with pytest.warns(RuntimeWarning) as told:
             call()
         assert [str(one.message) for one in told] == [
-            f"quantd: tensor 'w': 7 elements are infinite: {element_type} has "
-            f"at most {most} in magnitude"]
-    small = client.quantize(x / 4, "int8")
+            "quantd: tensor 'w': 7 elements are infinite: their codes are "
+            f"infinity, or beyond {element_type}, which has at most {most} in "
+            "magnitude"]
+    small = client.quantize(np.nan_to_num(x, posinf=4) / 4, "int8")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         client.dequantize(small, element_type=element_type)

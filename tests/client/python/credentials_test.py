@@ -173,21 +173,40 @@ class CredentialsTest(unittest.TestCase):
 
         other_ca = self.write(
             "other", certificates.Authority("other").certificate.decode())
-        for paths, said in (
-                ((other_ca, certificate, key), "no authority that this client"),
-                ((ca, certificate, server_paths[1]),
-                 "the key is not that of the certificate"),
-                ((key, certificate, key), "something else than PEM"),
-                ((ca, None, None), "or a client's certificate"),
-                (None, "wants TLS")):
-            with self.subTest(said):
-                credentials = paths and quantd.tls_credentials(*paths)
-                with quantd.Client(server.address, credentials=credentials,
-                                   retry_for=0) as client:
+        plain = self.serve()
+
+        async def fail(**keywords):
+            async with quantd.aio.Client(**keywords) as client:
+                await client.quantize(ARRAY, "int8")
+
+        for address, paths, said, cause in (
+                (server.address, (other_ca, certificate, key),
+                 "no authority that this client", "untrusted"),
+                (server.address, (ca, certificate, server_paths[1]),
+                 "the key is not that of the certificate", "lasting"),
+                (server.address, (key, certificate, key),
+                 "something else than PEM", "lasting"),
+                (plain.address, (ca, None, None), "does not speak TLS",
+                 "lasting"),
+                (server.address, (ca, None, None), "or a client's certificate",
+                 "closed"),
+                (server.address, None, "wants TLS", "closed")):
+            # Longer than a test may take: no retry helps.
+            keywords = {
+                "target": address, "retry_for": 3600.,
+                "credentials": paths and quantd.tls_credentials(*paths)}
+            with self.subTest(said), quantd.Client(**keywords) as client:
+                for call in (lambda client=client: list(client.list_models()),
+                             lambda client=client: client.quantize(
+                                 ARRAY, "int8"),
+                             lambda keywords=keywords: asyncio.run(
+                                 fail(**keywords))):
                     with self.assertRaises(quantd.QuantdError) as caught:
-                        list(client.list_models())
-                self.assertEqual(caught.exception.reason, "SERVER_UNREACHABLE")
-                self.assertIn(said, str(caught.exception))
+                        call()
+                    self.assertEqual(caught.exception.reason,
+                                     "SERVER_UNREACHABLE")
+                    self.assertIn(said, str(caught.exception))
+                    self.assertEqual(caught.exception.cause, cause)
 
 
 if __name__ == "__main__":

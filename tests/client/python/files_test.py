@@ -365,19 +365,18 @@ def test_BitsOfAFileAreSavedAsWhatTheyWere(tmp_path, client):
     path, again = tmp_path / "x.safetensors", tmp_path / "again.safetensors"
     bits = np.arange(0x3F80, 0x3F8C, dtype=np.uint16).reshape(3, 4)
     quantd.save(path, {"w": bits, "u": bits},
-                element_types={"w": "bfloat16"})
+                element_types={"w": "bfloat16", "u": "uint16"})
     tensors, metadata = quantctl_case.read_safetensors(path)
     tensors["p"] = ("F8_E8M0", [12], bytes(range(12)))
     quantctl_case.write_safetensors(path, tensors, metadata)
     file = quantd.load(path)
     assert file["w"].dtype == np.uint16
     quantd.save(again, {
-        **file, "rows": file["w"][1:], "copy": file["w"].T.copy(),
-        "bits": file["w"].astype(np.uint16)})
+        **file, "rows": file["w"][1:], "copy": file["w"].T.copy()})
     saved = quantd.load(again)
     assert {name: saved.info(name).dtype for name in saved} == {
         "w": "BF16", "u": "U16", "p": "F8_E8M0", "rows": "BF16",
-        "copy": "BF16", "bits": "U16"}
+        "copy": "BF16"}
     for name in file:
         assert np.array_equal(saved[name], file[name]), name
     assert np.array_equal(saved["copy"], bits.T)
@@ -385,6 +384,20 @@ def test_BitsOfAFileAreSavedAsWhatTheyWere(tmp_path, client):
         "FILE_UNSUPPORTED")
     assert raised(quantd.save, tmp_path / "x.npy", {"p": file["p"]}) == (
         "FILE_UNSUPPORTED")
+    assert raised(quantd.save, tmp_path / "x.npy", {"w": bits},
+                  element_types={"w": "bfloat16"}) == "FILE_UNSUPPORTED"
+    # What numpy makes of them does not tell any more what it is.
+    for lost in (np.stack([file["w"]] * 2), file["w"].view(np.uint16),
+                 file["w"].astype(np.uint16), bits):
+        for name in ("lost.safetensors", "lost.npy", "lost.gguf"):
+            with pytest.raises(quantd.QuantdError, match="bfloat16") as caught:
+                quantd.save(tmp_path / name, {"w": lost})
+            assert caught.value.reason == "ARGUMENT_INVALID"
+            assert caught.value.field == "element_types"
+            assert not (tmp_path / name).exists()
+        quantd.save(again, {"w": lost}, element_types={"w": "bfloat16"},
+                    overwrite=True)
+        assert quantd.load(again).info("w").dtype == "BF16"
     assert client.quantize(file["w"], "int8").element_type == "bfloat16"
     assert raised(client.quantize, file["u"], "int8") == "ARGUMENT_INVALID"
 

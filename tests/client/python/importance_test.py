@@ -199,6 +199,28 @@ def test_a_convolution_takes_the_moments_of_its_unfolded_inputs(client):
             importance=quantd.Importance(weight=[1] * 9)))
 
 
+def test_a_row_has_at_most_65536_weights(client):
+    """Of a Gram matrix as of a request."""
+    shape, row = (1, 6, 10923), 65538
+    weight = np.ones(shape, np.float32)
+    name = quantd.TensorName("long", "conv.weight")
+    client.calibrate(
+        np.ones((1, row), np.float32), quantd.TensorName("long", "conv.input"),
+        contribution=quantd.Contribution(
+            "job", 1, features=quantd.FeatureStatistics(max_part=128)))
+    for importance in (quantd.Importance(), quantd.Importance(weight=[1] * row)):
+        spec = quantd.EncodingSpec("int4", quantd.group(32), method="mse",
+                                   importance=importance)
+        for call in (
+                lambda spec=spec: client.quantize(weight, spec, name=name),
+                lambda spec=spec: client.evaluate(weight, [spec], name=name)):
+            with pytest.raises(quantd.QuantdError,
+                               match="of 65538 weights, .* at most 65536"
+                               ) as caught:
+                call()
+            assert caught.value.reason == "METHOD_INVALID"
+
+
 def test_weights_of_zero_count_alike(client, layer):
     weight, _, _ = layer
     none = quantd.EncodingSpec("int4", quantd.group(32), method="mse",

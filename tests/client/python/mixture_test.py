@@ -84,7 +84,8 @@ def test_less_reaches_the_logits(client, tmp_path, name):
     for objective in ("tensor", "output"):
         sweep = quantd.sweep_model(
             path, SPECS, client=client, max_bits_per_element=bits, min_rank=2,
-            inputs=name, weights=found, objective=objective)
+            inputs=name, weights=found if objective == "output" else None,
+            objective=objective)
         sqnr[objective] = []
         for budget, mixture in zip(bits, sweep.mixtures):
             assert mixture.size_bytes <= budget * sum(
@@ -125,10 +126,13 @@ def test_what_the_objective_needs_is_told(client, tmp_path):
     assert reason(weights=None) == "weights"
     assert reason(inputs=None) == "inputs"
     assert reason(objective="logits") == "objective"
+    assert reason(objective="tensor") == "weights"
     assert reason(weights={"a.weight": 1}) == "weights"
     assert reason(weights={"a.weight": 1, "b.weight": -1}) == "weights"
     assert reason(inputs=quantd.ModelRounding(
         "needs", inputs={"a.weight": "none"})) == "inputs"
+    assert reason(inputs=quantd.ModelRounding(
+        "needs", column_order="natural")) == "inputs"
     found = {}
     for light in ("a.weight", "b.weight"):
         heavy = {"a.weight": "b.weight", "b.weight": "a.weight"}[light]

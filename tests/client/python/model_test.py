@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -462,6 +463,41 @@ def test_AFlippedByteOfAPartIsNotJoined(tmp_path, folder, client, quantctl,
         join("")
 
 
+@pytest.mark.parametrize("doer", ["python", "quantctl"])
+@pytest.mark.parametrize("count", [None, 8])
+def test_AFlippedByteIsDoneAgain(tmp_path, folder, client, quantctl, doer,
+                                 count):
+    target = tmp_path / "new"
+
+    def do():
+        """What is said."""
+        said = ""
+        for part in range(count or 1):
+            if doer == "quantctl":
+                said += quantctl(
+                    "quantize", folder, "-o", target, *words(),
+                    *(["--part", f"{part}/{count}"] if count else []))
+                continue
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                quantd.quantize_model(folder, target, SPECS, client=client,
+                                      part=(part, count) if count else None)
+            said += "".join(str(one.message) for one in told)
+        return said
+
+    do()
+    expected = contents(target)
+    path = sorted(target.glob("*.safetensors*"))[1]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    said = do()
+    assert said.count("data are not those that were written") == 1
+    assert f"{path}: done again" in said
+    assert contents(target) == expected
+    assert "done again" not in do()
+
+
 def test_AServerThatGoesAwayEndsTheRun(tmp_path, folder):
     with quantd.Client("127.0.0.1:1", retry_for=0) as nobody:
         assert raised(quantd.quantize_model, folder, tmp_path / "x", "int8",
@@ -577,6 +613,24 @@ def test_ALargeFileIsThatOfQuantctlToo(tmp_path, client, quantctl):
                           client=client)
     assert (tmp_path / "a.safetensors").read_bytes() == (
         tmp_path / "b.safetensors").read_bytes()
+
+
+def test_WhatIsNotFiniteIsWarnedOf(tmp_path, client, quantctl):
+    source = tmp_path / "x.safetensors"
+    weight = np.ones((4, 32), np.float32)
+    weight[1, :2] = np.nan
+    weight[2, 3] = -np.inf
+    quantd.save(source, {"a": weight, "b": np.ones((4, 32), np.float32)})
+    for spec, more in (("int8", ""), (
+            "mxfp8_e4m3", ": all elements of their blocks become NaN")):
+        with pytest.warns(RuntimeWarning) as told:
+            quantd.quantize_model(source, tmp_path / "y", spec, client=client,
+                                  overwrite=True)
+        assert [str(one.message) for one in told] == [
+            f"quantd: tensor 'a' has 2 NaN and 1 infinities{more}"]
+        assert told[0].filename == __file__
+        assert f"tensor a has 2 NaN and 1 infinities{more}\n" in quantctl(
+            "quantize", source, "-o", tmp_path / "z", "--spec", spec, "--force")
 
 
 def test_NamesThatCodesWouldTakeAreFree(tmp_path, client, quantctl):

@@ -569,6 +569,15 @@ def test_python_takes_a_file_of_llama_cpp_as_quantctl_does(tmp_path, quantctl,
     assert "got both" in reason("int4:mse:importance", loaded, inputs="net")
     assert "expected inputs" in reason("int4:mse:importance", None)
     assert "got none" in reason("int4:mse:importance", None, inputs="no/net")
+    for entries in (None, loaded):
+        assert "inputs with a spec with importance" in reason(
+            "int4:mse", entries, inputs="net")
+    assert "without damping" in reason(
+        "int4:mse:importance", None,
+        inputs=quantd.ModelRounding("net", damping=.5))
+    with pytest.raises(quantd.QuantdError, match="spec with importance"):
+        quantd.join_model(str(tmp_path / "in"), str(tmp_path / "c"), "int4",
+                          inputs="net")
 
 
 def test_modules_are_weighed_too(client):
@@ -585,6 +594,10 @@ def test_modules_are_weighed_too(client):
                          "job", 1, features=quantd.FeatureStatistics(
                              moments=True)))
     spec = "int3:per-channel:mse:importance"
+    with pytest.raises(quantd.QuantdError, match="spec with importance"):
+        quantd.torch.quantize_(model, "int3:mse", client=client,
+                               inputs="module")
+    assert isinstance(model[1].weight, torch.nn.Parameter)
     done = quantd.torch.quantize_(model, spec, client=client, inputs="module")
     assert {one.name: one.importance for one in done.replaced} == {
         "0.weight": False, "1.weight": True}

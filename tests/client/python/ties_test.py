@@ -100,6 +100,52 @@ def test_ASweepPredictsThem(quantctl, client, arrays):
             assert predictions[True][key] == predictions[False][key]
 
 
+def test_AMixtureGivesFusedTensorsOneSpec(server, quantctl, client, arrays):
+    del arrays
+    specs = ["int8:group:16", "int4:group:16", "nvfp4"]
+    swept = client.sweep("ties", specs)
+    sqnr_db = sorted(candidate.prediction.sqnr_db for tensor in swept.tensors
+                     for candidate in tensor.candidates
+                     if candidate.spec_index == 1)
+    # Some tensors reach that with 4 bits, and those that they are fused with
+    # do not.
+    targets = [{"min_sqnr_db": sqnr_db[n]} for n in range(1, len(sqnr_db))]
+    targets += [{"max_size_bytes": size} for size in (2800, 3500, 4200)]
+
+    async def sweep(ties, target):
+        async with quantd.aio.Client(server.address) as other:
+            return await other.sweep("ties", specs, ties=ties, **target)
+
+    apart = 0
+    for target in targets:
+        ((key, value),) = target.items()
+        flags = ("sweep", "--model", "ties", "--json", *(
+            word for spec in specs for word in ("--spec", spec)), {
+                "min_sqnr_db": "--min-sqnr",
+                "max_size_bytes": "--max-bytes"}[key], repr(value))
+        for ties in (True, False):
+            found = quantctl(*flags, *(() if ties else ("--no-ties",)))
+            mixtures = [client.sweep("ties", specs, ties=ties, **target
+                                     ).mixture,
+                        asyncio.run(sweep(ties, target)).mixture]
+            for mixture in mixtures:
+                assert mixture.choices == {
+                    choice["tensor"]: choice["spec_index"]
+                    for choice in found["mixture"]["choices"]}
+                assert mixture.size_bytes == found["mixture"]["size_bytes"]
+                assert mixture.target_met == found["mixture"]["target_met"]
+                assert mixture.min_sqnr_db == pytest.approx(
+                    found["mixture"]["min_sqnr_db"])
+            fused = [{mixture.choices[f"l.{n}.{which}_proj.weight"]
+                      for which in "qkv"} for n in range(2)]
+            if ties:
+                assert [len(group) for group in fused] == [1, 1]
+            else:
+                apart += max(map(len, fused)) > 1
+    # Without ties they would have got several.
+    assert apart > 0
+
+
 def test_APatternGivesOneEncodingWithoutOuterScales(quantctl, client, arrays):
     del arrays
     pattern = "{layer}.{q,k}_proj.weight"

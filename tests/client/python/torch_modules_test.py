@@ -142,8 +142,8 @@ def test_WhatIsNotFiniteIsWarnedOf(client):
     assert [str(one.message) for one in told] == [
         "quantd: tensor '0.weight' has 2 NaN and 1 infinities",
         "quantd: tensor '1.weight' has 8 NaN and 0 infinities",
-        "quantd: tensor '2.weight': 4 elements are infinite: their type is "
-        "too narrow for what the codes stand for"]
+        "quantd: tensor '2.weight': 4 elements are infinite: their codes are "
+        "infinity, or beyond float16, which has at most 65504 in magnitude"]
     blocks = torch.nn.Linear(64, 1, bias=False)
     with torch.no_grad():
         blocks.weight[0, 3] = math.inf

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/time/time.h"
 #include "core/cpu.h"
 #include "core/dequantize/dequantize.h"
 #include "core/errors.h"
@@ -743,6 +744,14 @@ TEST(CheckSemidefiniteTest, TakesWhatRowsGive) {
           << features << " " << rows;
     }
   }
+}
+
+TEST(CheckSemidefiniteTest, TakesAsLongAsTheFactorsOfItsParts) {
+  // 5e9 fused multiply-adds a second, size^3 / 6 of them.
+  EXPECT_EQ(CompensationFactor::Time({3000}), absl::Milliseconds(900));
+  EXPECT_EQ(SemidefiniteCheckTime(7000, 3000),
+            CompensationFactor::Time({3000, 3000, 1000}));
+  EXPECT_EQ(SemidefiniteCheckTime(300, 8192), CompensationFactor::Time({300}));
 }
 
 TEST(CheckSemidefiniteTest, RefusesWhatNoRowsGive) {

@@ -1246,7 +1246,8 @@ class TypesTest(FilesCase):
         # The scale is 1024: 64 steps are more than float16 has.
         self.run_quantctl("quantize", self.path("in"), "-o", self.path("q"),
                           "--spec", "int8:power-of-two")
-        told = "tensor w.weight: 8 elements are infinite: F16 has at most 65504"
+        told = ("tensor w.weight: 8 elements are infinite: their codes are "
+                "infinity, or beyond F16, which has at most 65504 in magnitude")
         result = self.run_quantctl("dequantize", self.path("q"), "-o",
                                    self.path("out"))
         self.assertIn(told, result.stderr)
@@ -1264,8 +1265,9 @@ class TypesTest(FilesCase):
             "l.weight_scale": ("F32", [1], floats(2.**120))})
         result = self.run_quantctl("dequantize", self.path("fp8"), "-o",
                                    self.path("reals"))
-        self.assertIn("tensor l.weight: 2 elements are infinite: F32 has",
-                      result.stderr)
+        self.assertIn("tensor l.weight: 2 elements are infinite: their codes "
+                      "are infinity, or beyond F32, which has at most "
+                      "3.40282e+38 in magnitude", result.stderr)
 
     def test_AModelOfOthersHasTheTypeOfItsConfiguration(self):
         os.mkdir(self.path("model"))

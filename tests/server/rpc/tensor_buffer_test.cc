@@ -55,6 +55,36 @@ TEST_F(TensorBufferTest, KeepsBytesInOrderAcrossBlocks) {
   EXPECT_EQ(kept, bytes);
 }
 
+TEST_F(TensorBufferTest, GivesRowsInBands) {
+  constexpr int64_t kRowBytes = 1000;
+  const int64_t rows = kBlock / kRowBytes + 10;
+  const std::vector<uint8_t> bytes = Numbered(rows * kRowBytes);
+  TensorBuffer buffer(env_, rows * kRowBytes, 0);
+  ASSERT_TRUE(buffer.Reserve(rows * kRowBytes).ok());
+  buffer.Append(bytes);
+  for (const int64_t band_rows : {int64_t{7}, rows - 1, rows}) {
+    std::vector<uint8_t> got;
+    const absl::Status status = buffer.ForEachBand(
+        kRowBytes, band_rows,
+        [&](int64_t row, int64_t count, const uint8_t* reals) {
+          EXPECT_EQ(row * kRowBytes, static_cast<int64_t>(got.size()));
+          EXPECT_EQ(count, std::min(band_rows, rows - row));
+          got.insert(got.end(), reals, reals + count * kRowBytes);
+          return absl::OkStatus();
+        });
+    EXPECT_EQ(status, absl::OkStatus());
+    EXPECT_EQ(got, bytes);
+  }
+  int calls = 0;
+  EXPECT_EQ(buffer.ForEachBand(kRowBytes, 1,
+                               [&](int64_t, int64_t, const uint8_t*) {
+                                 return ++calls == 3 ? core::StoppedError()
+                                                     : absl::OkStatus();
+                               }),
+            core::StoppedError());
+  EXPECT_EQ(calls, 3);
+}
+
 TEST_F(TensorBufferTest, ChargesBlocksAsTheyCome) {
   {
     TensorBuffer buffer(env_, 3 * kBlock / 2, 0);

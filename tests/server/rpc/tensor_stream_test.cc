@@ -25,7 +25,6 @@
 #include "grpcpp/grpcpp.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
-#include "server/metrics/metrics.h"
 #include "server/quantd_server.h"
 #include "server/store/encoding_store.h"
 #include "server/store/statistics_store.h"
@@ -185,19 +184,14 @@ class StuckStore : public EncodingStore {
 // One worker, and a tensor that waits for the store.
 void ExpectServingBeside(const v1::QuantizeHeader& stuck_header) {
   StuckStore store;
-  Metrics metrics;
   ServerOptions options;
-  options.listen = {"127.0.0.1:0"};
   options.threads = 1;
-  options.drain_delay = absl::ZeroDuration();
-  absl::StatusOr<std::unique_ptr<QuantdServer>> server =
-      QuantdServer::Start(options, &store, /*statistics=*/nullptr, &metrics);
-  ASSERT_TRUE(server.ok()) << server.status();
-  const auto stub = v1::QuantizationService::NewStub(grpc::CreateChannel(
-      (*server)->addresses()[0], grpc::InsecureChannelCredentials()));
+  testing::TestServer server(options, &store, /*statistics=*/nullptr);
   std::thread stuck([&] {
     const absl::Status status =
-        testing::Quantize(*stub, stuck_header, std::string(16, '\0')).status();
+        testing::Quantize(server.quantization(), stuck_header,
+                          std::string(16, '\0'))
+            .status();
     EXPECT_TRUE(absl::IsUnavailable(status)) << status;
   });
   store.AwaitCall();
@@ -206,7 +200,8 @@ void ExpectServingBeside(const v1::QuantizeHeader& stuck_header) {
   header.mutable_tensor()->add_shape(4);
   header.mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
   const absl::Status status =
-      testing::Quantize(*stub, header, std::string(16, '\0')).status();
+      testing::Quantize(server.quantization(), header, std::string(16, '\0'))
+          .status();
   EXPECT_TRUE(status.ok()) << status;
   store.LetGo();
   stuck.join();
@@ -239,16 +234,9 @@ TEST(TensorStreamTest, ServesOthersWhileATensorWritesToTheStore) {
 
 TEST(TensorStreamTest, TellsWhoAsksThatItsTensorIsWorkedOn) {
   StuckStore store;
-  Metrics metrics;
   ServerOptions options;
-  options.listen = {"127.0.0.1:0"};
-  options.drain_delay = absl::ZeroDuration();
   options.limits.progress_interval = absl::Milliseconds(1);
-  absl::StatusOr<std::unique_ptr<QuantdServer>> server =
-      QuantdServer::Start(options, &store, /*statistics=*/nullptr, &metrics);
-  ASSERT_TRUE(server.ok()) << server.status();
-  const auto stub = v1::QuantizationService::NewStub(grpc::CreateChannel(
-      (*server)->addresses()[0], grpc::InsecureChannelCredentials()));
+  testing::TestServer server(options, &store, /*statistics=*/nullptr);
   v1::QuantizeRequest request;
   *request.mutable_header() = NamedHeader();
   request.mutable_header()->mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
@@ -256,8 +244,8 @@ TEST(TensorStreamTest, TellsWhoAsksThatItsTensorIsWorkedOn) {
   request.set_data(std::string(16, '\0'));
   grpc::ClientContext contexts[2];
   contexts[0].AddMetadata("quantd-progress", "1");
-  const auto asking = stub->Quantize(&contexts[0]);
-  const auto other = stub->Quantize(&contexts[1]);
+  const auto asking = server.quantization().Quantize(&contexts[0]);
+  const auto other = server.quantization().Quantize(&contexts[1]);
   for (auto* const stream : {other.get(), asking.get()}) {
     ASSERT_TRUE(stream->Write(request));
   }
@@ -757,18 +745,8 @@ class EndlessStatistics : public StatisticsStore {
 // Calls that read such statistics, and are cancelled.
 class EndlessStatisticsTest : public ::testing::Test {
  protected:
-  void SetUp() override {
-    ServerOptions options;
-    options.listen = {"127.0.0.1:0"};
-    options.drain_delay = absl::ZeroDuration();
-    absl::StatusOr<std::unique_ptr<QuantdServer>> server =
-        QuantdServer::Start(options, &store_, &statistics_, &metrics_);
-    ASSERT_TRUE(server.ok()) << server.status();
-    server_ = *std::move(server);
-  }
-
   void ExpectStops(const std::string& method, const std::string& request) {
-    testing::RawStream stream(NewChannel(), method);
+    testing::RawStream stream(server_.NewChannel(), method);
     ASSERT_TRUE(stream.Write(request));
     ASSERT_TRUE(statistics_.AwaitReading(1));
     stream.Cancel();
@@ -776,17 +754,9 @@ class EndlessStatisticsTest : public ::testing::Test {
     EXPECT_TRUE(statistics_.AwaitEnded(1));
   }
 
-  std::shared_ptr<grpc::Channel> NewChannel() const {
-    return grpc::CreateChannel(server_->addresses()[0],
-                               grpc::InsecureChannelCredentials());
-  }
-
-  EndlessStatistics statistics_;
-
- private:
   StuckStore store_;
-  Metrics metrics_;
-  std::unique_ptr<QuantdServer> server_;
+  EndlessStatistics statistics_;
+  testing::TestServer server_{ServerOptions(), &store_, &statistics_};
 };
 
 TEST_F(EndlessStatisticsTest, ACalibrationThatHasEndedStopsReadingThem) {
@@ -815,7 +785,7 @@ TEST_F(EndlessStatisticsTest, KeepNoOtherReadOfTheCallerWaiting) {
   std::vector<std::unique_ptr<testing::RawStream>> streams;
   for (int i = 0; i < kCalls; ++i) {
     streams.push_back(std::make_unique<testing::RawStream>(
-        NewChannel(), "/quantd.v1.EncodingService/GetStatistics"));
+        server_.NewChannel(), "/quantd.v1.EncodingService/GetStatistics"));
     ASSERT_TRUE(streams.back()->Write(request.SerializeAsString()));
   }
   ASSERT_TRUE(statistics_.AwaitReading(1));
@@ -823,9 +793,8 @@ TEST_F(EndlessStatisticsTest, KeepNoOtherReadOfTheCallerWaiting) {
   context.set_deadline(
       absl::ToChronoTime(absl::Now() + testing::kLongEnough / 4));
   v1::GetServerInfoResponse response;
-  const grpc::Status status =
-      v1::EncodingService::NewStub(NewChannel())
-          ->GetServerInfo(&context, v1::GetServerInfoRequest(), &response);
+  const grpc::Status status = server_.encodings().GetServerInfo(
+      &context, v1::GetServerInfoRequest(), &response);
   EXPECT_TRUE(status.ok()) << status.error_message();
   for (const auto& stream : streams) {
     stream->Cancel();

@@ -12,15 +12,14 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "absl/time/time.h"
 #include "core/errors.h"
 #include "grpcpp/grpcpp.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
-#include "server/metrics/metrics.h"
 #include "server/quantd_server.h"
 #include "server/store/encoding_store.h"
 #include "tests/support/tensor_streams.h"
+#include "tests/support/test_server.h"
 
 namespace quantd::server {
 namespace {
@@ -104,24 +103,14 @@ class ThrowingStore : public EncodingStore {
 
 TEST(UnexpectedTest, WhatAHandlerThrowsEndsItsCallAndNotTheServer) {
   ThrowingStore store;
-  Metrics metrics;
-  ServerOptions options;
-  options.listen = {"127.0.0.1:0"};
-  options.drain_delay = absl::ZeroDuration();
-  const absl::StatusOr<std::unique_ptr<QuantdServer>> server =
-      QuantdServer::Start(options, &store, /*statistics=*/nullptr, &metrics);
-  ASSERT_TRUE(server.ok()) << server.status();
-  const auto channel = grpc::CreateChannel((*server)->addresses()[0],
-                                           grpc::InsecureChannelCredentials());
-  const auto encodings = v1::EncodingService::NewStub(channel);
-  const auto quantization = v1::QuantizationService::NewStub(channel);
+  testing::TestServer server(ServerOptions(), &store, /*statistics=*/nullptr);
   for (int round = 0; round < 3; ++round) {
     // A unary call.
     {
       grpc::ClientContext context;
       v1::ListModelsResponse response;
-      const grpc::Status status =
-          encodings->ListModels(&context, v1::ListModelsRequest(), &response);
+      const grpc::Status status = server.encodings().ListModels(
+          &context, v1::ListModelsRequest(), &response);
       EXPECT_EQ(status.error_code(), grpc::StatusCode::INTERNAL);
       EXPECT_THAT(status.error_message(), HasSubstr("INTERNAL: "));
       EXPECT_THAT(status.error_message(), HasSubstr("request id"));
@@ -133,7 +122,7 @@ TEST(UnexpectedTest, WhatAHandlerThrowsEndsItsCallAndNotTheServer) {
       request.set_model("m");
       request.set_format(v1::INTERCHANGE_FORMAT_JSON);
       v1::ExportEncodingsResponse response;
-      const auto reader = encodings->ExportEncodings(&context, request);
+      const auto reader = server.encodings().ExportEncodings(&context, request);
       EXPECT_FALSE(reader->Read(&response));
       EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::INTERNAL);
     }
@@ -145,7 +134,7 @@ TEST(UnexpectedTest, WhatAHandlerThrowsEndsItsCallAndNotTheServer) {
     header.mutable_tensor()->add_shape(4);
     header.mutable_reference();
     const absl::Status status =
-        testing::Quantize(*quantization, header, std::string(16, '\0'))
+        testing::Quantize(server.quantization(), header, std::string(16, '\0'))
             .status();
     EXPECT_TRUE(absl::IsInternal(status)) << status;
   }

@@ -124,7 +124,8 @@ def parse_target(text: Any) -> str:
 
 def check_options(target: str, timeout: float, chunk_bytes: int,
                   retry_for: float, max_retries: Optional[int],
-                  initial_backoff: float, max_backoff: float) -> Options:
+                  initial_backoff: float, max_backoff: float, has_tls: bool
+                  ) -> Options:
     """Raises: ARGUMENT_INVALID."""
     target = parse_target(target)
     _check_number(timeout, 1e-9, "more than 0 s", "timeout")
@@ -139,7 +140,7 @@ def check_options(target: str, timeout: float, chunk_bytes: int,
     return Options(target, timeout,
                    chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES,
                    math.inf if max_retries is None else max_retries,
-                   initial_backoff, max_backoff, retry_for)
+                   initial_backoff, max_backoff, retry_for, has_tls)
 
 
 def channel_arguments(options: Options, balance: bool,

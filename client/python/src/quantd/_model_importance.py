@@ -28,11 +28,10 @@ class ModelImportance:
     from."""
 
     def __init__(self, squares: Optional[Mapping[str, InputSquares]],
-                 inputs: InputsLike) -> None:
+                 inputs: Optional[ModelRounding]) -> None:
         """squares: what imatrix.load() gives."""
         self._squares = squares
-        self._inputs = (ModelRounding(inputs) if isinstance(inputs, str)
-                        else inputs)
+        self._inputs = inputs
         self._weights: dict[str, list[float]] = {}
         self._stored: Optional[StoredInputs] = None
 
@@ -54,7 +53,7 @@ class ModelImportance:
                     "expected an importance matrix or a spec with importance "
                     f"for {wanted[0]}, got both", "importance")
             self._find_weights(tensors, specs_of, self._squares)
-        elif any(_needs_source(spec) for name in wanted
+        elif any(needs_source(spec) for name in wanted
                  for spec in specs_of(name)):
             self._find_inputs(wanted, specs_of, client)
 
@@ -134,15 +133,35 @@ class ModelImportance:
                 f"{self._stored.state_of(inputs.tensor)}\n").encode()
 
 
-def _needs_source(spec: EncodingSpec) -> bool:
+def needs_source(spec: EncodingSpec) -> bool:
     """Whether its importance says not all of where it comes from."""
     return (spec.importance is not None and spec.importance.weight is None and
             not isinstance(spec.importance.inputs, TensorName))
 
 
+def as_inputs(inputs: InputsLike) -> Optional[ModelRounding]:
+    """Raises: ARGUMENT_INVALID for what only rounding takes."""
+    if isinstance(inputs, str):
+        return ModelRounding(inputs)
+    if isinstance(inputs, ModelRounding) and (
+            inputs.damping is not None or inputs.column_order is not None):
+        raise errors.argument_invalid(
+            "expected inputs without damping and column_order, which are for "
+            "rounding", "inputs")
+    return inputs
+
+
 def source_of(inputs: InputsLike, rounding: Optional[ModelRounding],
-              model: str, revision: str) -> InputsLike:
-    """Where importance is stored: as it was said, or with the rest."""
+              model: str, revision: str, has_importance: bool
+              ) -> Optional[ModelRounding]:
+    """Where importance is stored: as it was said, or with the rest.
+
+    Raises: ARGUMENT_INVALID for inputs that no spec asks for.
+    """
+    if inputs is not None and not has_importance:
+        raise errors.argument_invalid(
+            "expected inputs with a spec with importance, got none",
+            "inputs")
     if inputs is not None or rounding is not None:
-        return inputs or rounding
+        return as_inputs(inputs) or rounding
     return ModelRounding(model, revision or "main") if model else None

@@ -18,6 +18,8 @@ from quantd import _arrays, _globs, _sharding, errors, results
 from quantd._exchange import (CalibrateExchange, CompareExchange,
                               DequantizeExchange, EvaluateExchange,
                               QuantizeExchange)
+from quantd._files import FileTensor
+from quantd._mixture import NO_MIXTURE, Measured, MixtureUnits
 from quantd._scale_stream import ScaleFeed, join_chunks, wants_chunks
 from quantd._statistics_size import StatisticsSize
 from quantd._ties import NamedTies, Ties
@@ -1079,19 +1081,27 @@ def specs_of(request: es.ComputeEncodingsRequest) -> list[Any]:
 
 @_arguments()
 def sweep(model: str, specs: Iterable[SpecLike], revision: str,
-          patterns: Iterable[str], min_sqnr_db: Optional[float],
-          max_size_bytes: Optional[int]) -> es.SweepRequest:
+          patterns: Iterable[str]) -> es.SweepRequest:
     """See Client.sweep."""
     if isinstance(specs, str):
         # Otherwise each of its letters were one.
         specs = [specs]
+    return es.SweepRequest(
+        model=model, revision=revision, specs=[_spec(s) for s in specs],
+        patterns=patterns)
+
+
+@_arguments()
+def sweep_targets(min_sqnr_db: Optional[float], max_size_bytes: Optional[int]
+                  ) -> list[es.MixtureTarget]:
+    """One or none. See Client.sweep."""
     if min_sqnr_db is not None and max_size_bytes is not None:
         raise errors.argument_invalid(
             "expected min_sqnr_db or max_size_bytes, got both")
-    return es.SweepRequest(
-        model=model, revision=revision, specs=[_spec(s) for s in specs],
-        patterns=patterns, min_sqnr_db=min_sqnr_db,
-        max_size_bytes=max_size_bytes)
+    if min_sqnr_db is None and max_size_bytes is None:
+        return []
+    return [es.MixtureTarget(min_sqnr_db=min_sqnr_db,
+                             max_size_bytes=max_size_bytes)]
 
 
 @_arguments()
@@ -1134,14 +1144,50 @@ def sweep_result(answers: Sequence[Any]) -> results.SweepResult:
     """Of all messages of one sweep. Raises: RESPONSE_MALFORMED."""
     if not answers or not answers[-1].HasField("summary"):
         raise errors.response_malformed("a sweep without a summary")
-    summary = answers[-1].summary
     return results.SweepResult(
         tuple(results.SweepTensor.from_proto(answer)
               for answer in answers[:-1]),
         tuple(results.SweepTotal.from_proto(total)
-              for total in summary.totals),
-        results.SweepMixture.from_proto(summary.mixture)
-        if summary.HasField("mixture") else None)
+              for total in answers[-1].summary.totals), None)
+
+
+class SweepChoice:
+    """The mixture of a sweep, which is chosen here and not in the sweep: what
+    runtimes fuse gets one spec, whether it shares a scale or not."""
+
+    def __init__(self, swept: results.SweepResult, spec_count: int, ties: Ties,
+                 targets: Sequence[es.MixtureTarget]) -> None:
+        """targets: those of sweep_targets(), one.
+
+        Raises: ARGUMENT_INVALID for a given tie that ties none of the tensors.
+        """
+        self._swept = swept
+        measured = {}
+        for tensor in swept.tensors:
+            found: list[Measured] = [None] * spec_count
+            for candidate in tensor.candidates:
+                if candidate.prediction is not None:
+                    found[candidate.spec_index] = (
+                        candidate.size_bytes,
+                        math.pow(10, -candidate.prediction.sqnr_db / 10))
+            measured[tensor.name.tensor] = found
+        # Of matrices, as what runtimes fuse is; statistics tell no shape.
+        groups = ties.of_tensors([FileTensor(name, "F32", (1, 1), None)
+                                  for name in measured])
+        self._units = MixtureUnits(measured, (
+            [tensor.name for tensor in group.tensors] for group in groups))
+        options = self._units.options(targets[0].HasField("min_sqnr_db"))
+        # Of ChooseMixture; None where there is nothing to choose.
+        self.request: Optional[es.ChooseMixtureRequest] = None
+        if options:
+            self.request = choose_mixture(options, (), ())
+            self.request.targets.extend(targets)
+
+    def result(self, answer: Any) -> results.SweepResult:
+        """The sweep with its mixture. answer: None without a request."""
+        (mixture,) = [NO_MIXTURE] if answer is None else mixtures(answer)
+        return dataclasses.replace(self._swept,
+                                   mixture=self._units.whole(mixture))
 
 
 # grpc.health.v1 by hand: the stubs are not everywhere.

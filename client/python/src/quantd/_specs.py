@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Iterable, Mapping, Optional, Sequence, Union
 
 from quantd import _files, _globs, errors
@@ -50,26 +51,32 @@ class Template:
 
     spec: EncodingSpec
 
-    @property
+    @functools.cached_property
     def granularity(self) -> Granularity:
         """Of the spec."""
         return as_granularity(self.spec.granularity)
 
     def of(self, shape: Sequence[int]) -> encoding_pb2.EncodingSpec:
         """For a tensor of that shape. Raises: ARGUMENT_INVALID."""
-        message = self._without_blocks()
-        block_size = block_size_of(self.granularity, shape)
-        if not block_size and self.granularity.kind != "default" and (
-                format_info(self.spec.format).comes_in_blocks):
-            # Without entries it would take its own blocks.
-            block_size = (0,) * len(shape)
-        message.block_size.extend(block_size)
+        message = encoding_pb2.EncodingSpec()
+        message.CopyFrom(self._without_blocks)
+        message.block_size.extend(self._block_size(shape))
         return message
 
     def spec_of(self, shape: Sequence[int]) -> EncodingSpec:
         """The same as a spec. Raises: ARGUMENT_INVALID."""
+        # Raises where the spec has no message.
+        assert self._without_blocks is not None
         return dataclasses.replace(
-            self.spec, granularity=tuple(self.of(shape).block_size) or None)
+            self.spec, granularity=self._block_size(shape) or None)
+
+    def _block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+        block_size = block_size_of(self.granularity, shape)
+        if not block_size and self.granularity.kind != "default" and (
+                format_info(self.spec.format).comes_in_blocks):
+            # Without entries it would take its own blocks.
+            return (0,) * len(shape)
+        return block_size
 
     def text(self) -> bytes:
         """What tells specs apart, with the bytes that quantctl takes."""
@@ -77,12 +84,14 @@ class Template:
         blocks = ",".join(map(str, granularity.block_size))
         size = granularity.group_size
         axis = granularity.axis if granularity.kind == "per_channel" else 0
-        spec: bytes = self._without_blocks().SerializeToString(
+        spec: bytes = self._without_blocks.SerializeToString(
             deterministic=True)
         kind = _KINDS[granularity.kind]
         return spec + f" {kind} {axis} {size} {blocks}".encode()
 
+    @functools.cached_property
     def _without_blocks(self) -> encoding_pb2.EncodingSpec:
+        """Not to be changed."""
         return dataclasses.replace(self.spec, granularity=None).to_proto()
 
 

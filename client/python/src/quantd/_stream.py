@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import random
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any, Callable, Iterator, Optional
 import grpc
 from google.protobuf.message import DecodeError
 
-from quantd import _apart, _wire, errors
+from quantd import _apart, _probe, _wire, errors
 from quantd._exchange import Exchange
 from quantd._retries import Retries
 
@@ -30,17 +31,30 @@ class Options:
     initial_backoff: float
     max_backoff: float
     retry_for: float = 60.0
+    has_tls: bool = False
+
+    def learn(self, retries: Retries, error: errors.QuantdError) -> None:
+        """Before allows(): how long retries may help where the server closes
+        connections at once. Takes up to 2 s."""
+        if error.cause == errors.CLOSED and retries.patience == math.inf and (
+                retries.left(self.retry_for) > 0):
+            retries.limit(_apart.run(lambda: _probe.closed_patience(
+                self.target, self.has_tls)), error)
 
     def allows(self, retries: Retries, error: errors.QuantdError) -> bool:
         """Whether there is time for one more, after an error that it helps."""
-        return not retries.is_over and retries.count < self.max_retries and (
-            (error.retry_after or 0) < retries.left(self.retry_for))
+        return (not retries.is_over and retries.count < self.max_retries and
+                error.cause not in (errors.LASTING, errors.UNTRUSTED) and
+                (error.retry_after or 0) < self._left(retries))
+
+    def _left(self, retries: Retries) -> float:
+        return retries.left(min(self.retry_for, retries.patience))
 
     def pause(self, retries: Retries, error: errors.QuantdError) -> float:
         """Counts one more retry and returns how long to wait before it."""
         pause = min(self.initial_backoff * 2.0 ** min(retries.count, 60),
                     self.max_backoff) * random.uniform(0.5, 1.5)
-        pause = max(0.0, min(pause, retries.left(self.retry_for)))
+        pause = max(0.0, min(pause, self._left(retries)))
         retries.add()
         return max(pause, error.retry_after or 0)
 
@@ -287,14 +301,17 @@ class RetryingStream:
         """After a call that broke."""
         unanswered = [exchange for exchange in self._pending
                       if not exchange.is_answered]
+        self._options.learn(self._broken, error)
         if error.code != grpc.StatusCode.UNAVAILABLE or (
                 not self._options.allows(self._broken, error)):
+            error = self._broken.explained(error)
             self._broken = Retries()
             for exchange in unanswered:
                 exchange.unshare()
                 exchange.error = errors.QuantdError(
                     error.code, error.reason, error.message, field=error.field,
                     retry_after=error.retry_after)
+                exchange.error.cause = error.cause
                 exchange.is_answered = True
                 exchange.retries.is_over = True
             return

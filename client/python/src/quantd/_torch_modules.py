@@ -12,12 +12,13 @@ import torch
 from quantd import _arrays, _globs, _scales, errors
 from quantd._input_squares import InputSquares
 from quantd._model_importance import (InputsLike, ModelImportance,
-                                      source_of)
+                                      needs_source, source_of)
 from quantd._model_rounding import ModelRounding, StoredInputs
 from quantd._requests import QuantizeJob, Rounding, Sources
 from quantd._tables import ResultList, Tabular
 from quantd._torch_blocks import (LaidOut, keeping_types, plain_block_size,
                                   spread)
+from quantd._values import infinities_text, warn_of_not_finite
 from quantd.client import Client
 from quantd.encoding import Encoding, EncodingSpec, Source
 from quantd.results import QuantizedTensor, QuantizeSummary
@@ -168,8 +169,8 @@ class ReplacedWeight(Tabular):
         without any error, nan without any of them.
     rounding: "compensated" for the output of its layer, or "nearest".
     nan_count, infinity_count: elements that most codes do not stand for.
-    overflow_count: finite elements that became infinite: the type of the
-        weight is too narrow for what their codes stand for.
+    overflow_count: finite elements that became infinite: their codes are
+        infinity, or stand for more than the type of the weight has.
     importance: whether it weighed the errors in the search for scales.
     """
 
@@ -270,8 +271,10 @@ def quantize_(model: torch.nn.Module, specs: Sources, *, client: Client,
         stored = StoredInputs(rounding, client)
         roundings = [stored.of(weight.name) for weight in chosen]
         stored.check_any(any(roundings))
-    weighed = _weigh(chosen, ModelImportance(importance, source_of(
-        inputs, rounding, model_name, revision)), client)
+    own = _specs_of(chosen)
+    weighed = _weigh(chosen, own, ModelImportance(importance, source_of(
+        inputs, rounding, model_name, revision,
+        any(map(needs_source, own.values())))), client)
     found = list(client.quantize_many(
         [QuantizeJob(weight.parameter, weight.source, weight.name,
                      rounding=how)
@@ -286,19 +289,15 @@ def quantize_(model: torch.nn.Module, specs: Sources, *, client: Client,
             importance=weight.name in weighed)
         for weight, module, how, quantized in zip(chosen, made, roundings,
                                                   found))
-    for row in replaced:
-        if row.nan_count or row.infinity_count:
-            warnings.warn(
-                f"quantd: tensor {row.name!r} has {row.nan_count} NaN and "
-                f"{row.infinity_count} infinities" + (
-                    ": all elements of their blocks become NaN"
-                    if row.format.startswith("mx") else ""),
-                RuntimeWarning, stacklevel=2)
+    for row, weight in zip(replaced, chosen):
+        warn_of_not_finite(row.name, row.format, row.nan_count,
+                           row.infinity_count, 2)
         if row.overflow_count:
             warnings.warn(
-                f"quantd: tensor {row.name!r}: {row.overflow_count} elements "
-                "are infinite: their type is too narrow for what the codes "
-                "stand for", RuntimeWarning, stacklevel=2)
+                f"quantd: tensor {row.name!r}: " + infinities_text(
+                    row.overflow_count,
+                    str(weight.parameter.dtype).partition(".")[2]),
+                RuntimeWarning, stacklevel=2)
     for weight, module in zip(chosen, made):
         for owner in weight.modules:
             del owner._parameters["weight"]
@@ -352,9 +351,8 @@ def _choose(weights: list[_Weight], specs: Sources, left_out: dict[str, str]
     return [weight for weight in weights if weight.name]
 
 
-def _weigh(weights: list[_Weight], importance: ModelImportance, client: Client
-           ) -> set[str]:
-    """Gives specs their importance; the names of those that have some then."""
+def _specs_of(weights: list[_Weight]) -> dict[str, EncodingSpec]:
+    """By name, where the source is no encoding."""
     specs = {}
     for weight in weights:
         spec = weight.source
@@ -362,6 +360,12 @@ def _weigh(weights: list[_Weight], importance: ModelImportance, client: Client
             spec = EncodingSpec.parse(spec)
         if isinstance(spec, EncodingSpec):
             specs[weight.name] = spec
+    return specs
+
+
+def _weigh(weights: list[_Weight], specs: Mapping[str, EncodingSpec],
+           importance: ModelImportance, client: Client) -> set[str]:
+    """Gives specs their importance; the names of those that have some then."""
     importance.find([(weight.name, tuple(weight.parameter.shape))
                      for weight in weights if weight.name in specs],
                     lambda name: [specs[name]], client)

@@ -47,23 +47,48 @@ def _to_bfloat16(reals: Array) -> Array:
     return (rounded >> 16).astype(np.uint16)
 
 
-# Bits of infinity, and the largest number, of types that may be too narrow for
-# what codes stand for.
-_NARROW = {"float16": (0x7C00, "65504"), "bfloat16": (0x7F80, "3.39e+38")}
+# The bits of an element as an integer, those of infinity, and the largest
+# number.
+_INFINITIES: dict[str, tuple[Any, int, float]] = {
+    "float16": (np.uint16, 0x7C00, 65504.),
+    "bfloat16": (np.uint16, 0x7F80, float.fromhex("0x1.FEp127")),
+    "float32": (np.uint32, 0x7F800000, float(np.finfo(np.float32).max)),
+    "float64": (np.uint64, 0x7FF << 52, float(np.finfo(np.float64).max))}
+# Elements that are looked at at a time.
+_PIECE = 1 << 20
+
+
+def infinities_text(count: int, element_type: str) -> str:
+    """Why elements are infinite that codes stand for."""
+    largest = _INFINITIES[element_type][2]
+    return (f"{count} elements are infinite: their codes are infinity, or "
+            f"beyond {element_type}, which has at most {largest:g} in "
+            "magnitude")
 
 
 def warn_of_infinities(reals: Array, element_type: str, name: str) -> None:
     """reals: those of a tensor; bfloat16 as uint16."""
-    if element_type not in _NARROW:
-        return
-    infinity, largest = _NARROW[element_type]
-    bits = reals.view(np.uint16)
-    count = np.count_nonzero((bits & np.uint16(0x7FFF)) == infinity)
+    kind, infinity, _ = _INFINITIES[element_type]
+    bits = reals.reshape(-1).view(kind)
+    # Without signs.
+    count = sum(np.count_nonzero(
+        bits[begin:begin + _PIECE] << kind(1) == kind(infinity << 1))
+                for begin in range(0, bits.size, _PIECE))
     if count:
+        warnings.warn(f"quantd: {f'tensor {name!r}: ' if name else ''}"
+                      f"{infinities_text(count, element_type)}",
+                      RuntimeWarning, stacklevel=3)
+
+
+def warn_of_not_finite(name: str, format_name: str, nan_count: int,
+                       infinity_count: int, stacklevel: int) -> None:
+    """Of a tensor that was quantized; the codes do not tell."""
+    if nan_count or infinity_count:
         warnings.warn(
-            f"quantd: {f'tensor {name!r}: ' if name else ''}{count} elements "
-            f"are infinite: {element_type} has at most {largest} in magnitude",
-            RuntimeWarning, stacklevel=3)
+            f"quantd: tensor {name!r} has {nan_count} NaN and {infinity_count} "
+            "infinities" + (": all elements of their blocks become NaN"
+                            if format_name.startswith("mx") else ""),
+            RuntimeWarning, stacklevel=stacklevel + 1)
 
 
 def dequantize(codes: Array, encoding: Encoding, shape: Sequence[int],

@@ -189,7 +189,7 @@ class Client:
                  balance: bool = False) -> None:
         self._options = _channel.check_options(
             target, timeout, chunk_bytes, retry_for, max_retries,
-            initial_backoff, max_backoff)
+            initial_backoff, max_backoff, credentials is not None)
         target = self._options.target
         self._token = _credentials.token_of(token_file, target, credentials)
         self._arguments = _channel.channel_arguments(self._options, balance,
@@ -527,16 +527,21 @@ class Client:
                     max_size_bytes: Optional[int] = None,
                     ties: TiesLike = True) -> results.SweepResult:
         """Ranks specs; see quantd.Client.sweep."""
-        request = _requests.sweep(model, specs, revision, patterns, min_sqnr_db,
-                                  max_size_bytes)
+        request = _requests.sweep(model, specs, revision, patterns)
+        targets = _requests.sweep_targets(min_sqnr_db, max_size_bytes)
         await self._check_patterns(request.patterns, model, revision,
                                    "patterns")
         tied = Ties(ties)
         if tied.matters(request.specs):
             _requests.sweep_ties(
                 request, tied, await self._tied_names(tied, model, revision))
-        return _requests.sweep_result(
+        swept = _requests.sweep_result(
             [answer async for answer in self._read("Sweep", request)])
+        if not targets:
+            return swept
+        choice = _requests.SweepChoice(swept, len(request.specs), tied, targets)
+        return choice.result(choice.request and await self._call(
+            "ChooseMixture", choice.request))
 
     async def choose_mixture(
             self, tensors: Mapping[str, Iterable[results.MixtureOption]], *,
@@ -835,10 +840,13 @@ class Client:
 
     async def _pause(self, error: errors.QuantdError, retries: Retries) -> None:
         """Waits before the next attempt, or raises."""
+        if error.cause == errors.CLOSED:
+            await asyncio.get_running_loop().run_in_executor(
+                None, self._options.learn, retries, error)
         if not self._options.allows(retries, error) or (
                 error.code != grpc.StatusCode.UNAVAILABLE and
                 error.retry_after is None):
-            raise error
+            raise retries.explained(error)
         seconds = self._options.pause(retries, error)
         end = time.monotonic() + seconds
         if error.reason == "SERVER_UNREACHABLE":

@@ -111,8 +111,10 @@ class Client:
         by default.
     retry_for: seconds for which a call without an answer is tried again, on
         UNAVAILABLE and where the server asks for a retry: long enough for a
-        server to be started again, also elsewhere; 0 for not at all. Every call
-        may be repeated without harm; quantize() and dequantize() of more than
+        server to be started again, also elsewhere; 0 for not at all. What only
+        a person can mend, such as TLS on one side alone, is told at once, and
+        after 5 s where a server seems to want a certificate. Every call may be
+        repeated without harm; quantize() and dequantize() of more than
         64 MiB with an Encoding or an EncodingReference go on behind what was
         answered.
     max_retries: the most attempts after the first in that time; None: any
@@ -159,7 +161,7 @@ class Client:
                  balance: bool = False) -> None:
         self._options = _channel.check_options(
             target, timeout, chunk_bytes, retry_for, max_retries,
-            initial_backoff, max_backoff)
+            initial_backoff, max_backoff, credentials is not None)
         target = self._options.target
         if shared_memory and not target.startswith("unix:"):
             raise errors.argument_invalid(
@@ -759,18 +761,25 @@ class Client:
             none is an error.
         min_sqnr_db, max_size_bytes: at most one; chooses a spec for each
             tensor: the fewest bytes with that SQNR in each, or the least noise
-            within that size.
-        ties: as of compute_encodings().
+            within that size. What runtimes fuse gets one spec.
+        ties: as of compute_encodings(); in a mixture they get one spec in any
+            case. With the defaults the matrices of all experts of a layer get
+            one, too.
         """
-        request = _requests.sweep(model, specs, revision, patterns, min_sqnr_db,
-                                  max_size_bytes)
+        request = _requests.sweep(model, specs, revision, patterns)
+        targets = _requests.sweep_targets(min_sqnr_db, max_size_bytes)
         self._check_patterns(request.patterns, model, revision, "patterns")
         tied = Ties(ties)
         if tied.matters(request.specs):
             _requests.sweep_ties(request, tied,
                                  self._tied_names(tied, model, revision))
-        return _requests.sweep_result(
+        swept = _requests.sweep_result(
             list(self._read(self._encodings.Sweep, request)))
+        if not targets:
+            return swept
+        choice = _requests.SweepChoice(swept, len(request.specs), tied, targets)
+        return choice.result(choice.request and self._call(
+            self._encodings.ChooseMixture, choice.request))
 
     def choose_mixture(
             self, tensors: Mapping[str, Iterable[results.MixtureOption]], *,
@@ -1039,10 +1048,11 @@ class Client:
 
     def _pause(self, error: errors.QuantdError, retries: Retries) -> None:
         """Waits before the next attempt, or raises."""
+        self._options.learn(retries, error)
         if not self._options.allows(retries, error) or (
                 error.code != grpc.StatusCode.UNAVAILABLE and
                 error.retry_after is None):
-            raise error
+            raise retries.explained(error)
         self._connection.pause(self._options.pause(retries, error), error)
 
     def _read(self, method: Callable[..., Any], request: Any

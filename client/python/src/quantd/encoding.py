@@ -463,8 +463,13 @@ class Encoding:
                             ("scale_code", np.uint8),
                             ("outer_scale", np.float32),
                             ("codebook", np.float32)):
+            given = getattr(self, name)
+            # As from_proto() has it: there are five of them a tensor.
+            if type(given) is np.ndarray and given.ndim and (
+                    given.dtype == dtype):
+                continue
             try:
-                given = np.asarray(getattr(self, name))
+                given = np.asarray(given)
                 is_float = np.dtype(dtype).kind == "f"
                 kinds = "iuf" if is_float or name == "zero_point" else "iu"
                 if given.size and given.dtype.kind not in kinds:

@@ -15,28 +15,42 @@ if TYPE_CHECKING:
 # What controls a terminal: C0, DEL and C1, and what turns the direction of
 # writing.
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-# What gRPC 1.51 says where TLS is why nobody answers, and what that means.
-_UNTRUSTED = (
+# Causes of SERVER_UNREACHABLE, as in client/cpp/errors.h: what only a person
+# can mend, of that a certificate that is not trusted, and a server that closes
+# connections at once.
+LASTING = "lasting"
+UNTRUSTED = "untrusted"
+CLOSED = "closed"
+# What gRPC 1.51 says, what is to be said, and the cause.
+_UNTRUSTED_TEXT = (
     "the TLS handshake with {target} failed: its certificate is of no "
     "authority that this client knows, or for another name; check ca of "
     "tls_credentials(), and the address")
-_TLS_SYMPTOMS = (
+_NO_TLS_TEXT = (
+    "the TLS handshake with {target} failed: what listens there does not "
+    "speak TLS; leave out credentials")
+_CLOSED_TEXT = (
+    "{target} closes connections at once, as a server does that wants TLS, or "
+    "a client's certificate, or another one; check credentials, and the "
+    "arguments of tls_credentials()")
+_NOT_QUANTD_TEXT = "what listens at {target} is no gRPC server"
+_SYMPTOMS = (
     # It makes no connection of such credentials, and has none to tell of.
     (("empty address list",),
      "the TLS handshake with {target} cannot begin: the key is not that of the "
      "certificate, or a file holds something else than PEM of its kind; check "
-     "the arguments of tls_credentials()"),
-    (("certificate verify failed",), _UNTRUSTED),
-    (("is not in peer certificate",), _UNTRUSTED),
-    (("Hostname Verification Check failed",), _UNTRUSTED),
-    (("wrong version number",),
-     "the TLS handshake with {target} failed: what listens there does not "
-     "speak TLS; leave out credentials"),
+     "the arguments of tls_credentials()", LASTING),
+    (("certificate verify failed",), _UNTRUSTED_TEXT, UNTRUSTED),
+    (("is not in peer certificate",), _UNTRUSTED_TEXT, UNTRUSTED),
+    (("Hostname Verification Check failed",), _UNTRUSTED_TEXT, UNTRUSTED),
+    (("wrong version number",), _NO_TLS_TEXT, LASTING),
+    (("packet length too long",), _NO_TLS_TEXT, LASTING),
+    (("Failed parsing HTTP/2",), _NOT_QUANTD_TEXT, LASTING),
+    (("Trying to connect an http1.x server",), _NOT_QUANTD_TEXT, LASTING),
+    (("Expected SETTINGS frame",), _NOT_QUANTD_TEXT, LASTING),
     # Later it was closed while it was in use.
-    (("last error: ", "Socket closed"),
-     "{target} closes connections at once, as a server does that wants TLS, or "
-     "a client's certificate, or another one; check credentials, and the "
-     "arguments of tls_credentials()"),
+    (("last error: ", "Socket closed"), _CLOSED_TEXT, CLOSED),
+    (("last error: ", "Connection reset by peer"), _CLOSED_TEXT, CLOSED),
 )
 _REASON = re.compile(r"([A-Z][A-Z0-9_]*): ")
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -72,6 +86,9 @@ class QuantdError(Exception):
     field: path of the request field or the argument at fault, or empty.
     retry_after: seconds to wait before a retry, None where none helps.
     name: the TensorName of the tensor, where one failed.
+    cause: of SERVER_UNREACHABLE, "lasting" and "untrusted" where only a person
+        can mend it, such as TLS on one side alone, and "closed" where the
+        server closes connections at once; otherwise empty.
     """
 
     def __init__(self, code: grpc.StatusCode, reason: str, message: str, *,
@@ -83,6 +100,7 @@ class QuantdError(Exception):
         self.field = field
         self.retry_after = retry_after
         self.name: Optional[Name] = None
+        self.cause = ""
 
     def __str__(self) -> str:
         tensor = self.name.tensor if self.name is not None else ""
@@ -180,9 +198,7 @@ def from_rpc_error(error: grpc.RpcError, target: str,
         if code == grpc.StatusCode.UNAVAILABLE or (
                 code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
                 and ("RST_STREAM" in message or message == "CANCELLED")):
-            return QuantdError(grpc.StatusCode.UNAVAILABLE,
-                               "SERVER_UNREACHABLE",
-                               _unreachable_text(target, message))
+            return _unreachable(target, message)
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return timed_out(target, timeout)
         return QuantdError(code, "", message)
@@ -194,11 +210,15 @@ def from_rpc_error(error: grpc.RpcError, target: str,
                        field=field, retry_after=retry_after)
 
 
-def _unreachable_text(target: str, message: str) -> str:
-    for symptoms, meaning in _TLS_SYMPTOMS:
+def _unreachable(target: str, message: str) -> QuantdError:
+    text, cause = f"no answer from {target}: {message}", ""
+    for symptoms, meaning, told in _SYMPTOMS:
         if all(symptom in message for symptom in symptoms):
-            return f"{meaning.format(target=target)} ({message})"
-    return f"no answer from {target}: {message}"
+            text, cause = f"{meaning.format(target=target)} ({message})", told
+            break
+    error = QuantdError(grpc.StatusCode.UNAVAILABLE, "SERVER_UNREACHABLE", text)
+    error.cause = cause
+    return error
 
 
 def _read_details(status: bytes) -> tuple[str, Optional[float]]:

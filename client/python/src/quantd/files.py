@@ -23,6 +23,8 @@ Path = Union[str, "os.PathLike[str]"]
 FileValue = Union[Any, QuantizedTensor]
 # How names of safetensors begin for types of which arrays have the bits.
 _NOT_OF_NUMPY = ("F8", "BF")
+# Of arrays, by what element_types says of them.
+_SAVED_AS = {**_files.DTYPE_OF_ELEMENTS, "uint16": "U16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +51,11 @@ class TensorFile(Mapping[str, FileValue]):
     read from it when it is first used, and not to be written; if the file is
     cut short before, the system ends the process. Tensors of torch are copies.
     bfloat16 is uint16, float8 uint8 (info() has the type); save() and others
-    take these arrays, their slices and copies for what they are, but not
-    astype() of them. A file that is replaced while it is open stays readable as it was; of one that was changed
-    in its place names are not read any more (FILE_CHANGED).
+    take these arrays, their slices and copies for what they are. What numpy
+    makes of them otherwise, as with astype(), view() or np.stack, is plain
+    uint16, of which save() wants to be told what it is, or plain uint8.
+    A file that is replaced while it is open stays readable as it was; of one
+    that was changed in its place names are not read any more (FILE_CHANGED).
     """
 
     def __init__(self, path: str, as_torch: bool) -> None:
@@ -130,7 +134,7 @@ class TensorFile(Mapping[str, FileValue]):
         if self._as_torch:
             return _arrays.to_torch(tensor.array(), tensor.element_type or "")
         array = tensor.mapped()
-        if tensor.dtype.startswith(_NOT_OF_NUMPY):
+        if tensor.dtype.startswith((*_NOT_OF_NUMPY, "U16")):
             array = _arrays.named(array, tensor.dtype)
         array.flags.writeable = False
         return array
@@ -199,8 +203,8 @@ def save(path: Path,
         torch. An iterator is asked for the next one when the last is on disk.
     overwrite: replace a file that is there.
     metadata: text that goes along.
-    element_types: "bfloat16" of arrays of uint16 that are that; those of load()
-        need none.
+    element_types: "bfloat16" or "uint16", by the names of arrays of uint16;
+        those of load() need none.
     gguf_metadata: of a .gguf file: another one, whose metadata it gets. Without
         metadata of a model llama.cpp does not load it.
     gguf_types: of a .gguf file: "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_K",
@@ -218,7 +222,7 @@ def save(path: Path,
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     types = dict(element_types or {})
     if path.endswith(".npy"):
-        return _save_npy(path, list(pairs), overwrite)
+        return _save_npy(path, list(pairs), types, overwrite)
     if path.endswith(".gguf"):
         if metadata:
             raise errors.argument_invalid(
@@ -243,8 +247,9 @@ def save(path: Path,
                 else:
                     array, found = _plain_array(tensor)
                     writer.add((number, 0), name,
-                               _dtype_of(array, found or types.get(name)),
+                               _dtype_of(array, found, types.pop(name, None)),
                                array.shape, array)
+        _check_types(types)
         writer.metadata.update(metadata or {})
         return writer.finish()
 
@@ -267,7 +272,7 @@ def _check_name(name: object) -> None:
 
 
 def _gguf_items(path: str, pairs: Iterable[tuple[str, FileValue]],
-                types: Mapping[str, str], blocks: dict[str, str],
+                types: dict[str, str], blocks: dict[str, str],
                 importance: Mapping[str, InputSquares]
                 ) -> Iterator[_gguf_output.GgufItem]:
     is_weighed = False
@@ -278,7 +283,7 @@ def _gguf_items(path: str, pairs: Iterable[tuple[str, FileValue]],
             continue
         with naming(name):
             array, found = _plain_array(tensor)
-            dtype = _dtype_of(array, found or types.get(name))
+            dtype = _dtype_of(array, found, types.pop(name, None))
         kind = blocks.pop(name, None)
         squares = importance.get(name) or importance.get(llama_name(name))
         is_weighed |= squares is not None and kind is not None
@@ -287,6 +292,7 @@ def _gguf_items(path: str, pairs: Iterable[tuple[str, FileValue]],
                _gguf_output.blocks_item(
                    path, name, kind, dtype, array,
                    squares.mean_squares() if squares else ()))
+    _check_types(types)
     if blocks:
         raise errors.argument_invalid(
             "there are no plain tensors of the names " + ", ".join(blocks),
@@ -305,17 +311,34 @@ def _plain_array(tensor: Any) -> tuple[Array, Optional[str]]:
     return np.ascontiguousarray(array).reshape(array.shape), found
 
 
-def _dtype_of(array: Array, element_type: Optional[str]) -> str:
+def _check_types(rest: Mapping[str, str]) -> None:
+    """Whether element_types are of tensors that take them. rest: those that
+    none took."""
+    if rest:
+        raise errors.argument_invalid(
+            "there are no plain tensors of the names " + ", ".join(rest),
+            "element_types")
+
+
+def _dtype_of(array: Array, found: Optional[str], given: Optional[str]) -> str:
+    """As safetensors names it. found: by what array it is; given: as
+    element_types has it."""
+    element_type = given or found
     if element_type is not None:
-        dtype = _files.DTYPE_OF_ELEMENTS.get(element_type)
-        if dtype is None or _files.DTYPES[dtype] != array.dtype:
+        dtype = _SAVED_AS.get(element_type)
+        if dtype is None or _files.DTYPES[dtype] != array.dtype or (
+                found not in (None, element_type)):
             raise errors.argument_invalid(
-                f"expected elements of {element_type}, got {array.dtype}",
-                "element_types")
+                f"expected elements of {element_type}, got "
+                f"{found or array.dtype}", "element_types")
         return dtype
     told = _arrays.name_of(array)
     if told is not None:
         return told
+    if array.dtype == np.uint16:
+        raise errors.argument_invalid(
+            "expected element_types to say whether uint16 are 'uint16' or the "
+            "bits of 'bfloat16'", "element_types")
     for name, dtype_of in _files.DTYPES.items():
         if dtype_of == array.dtype and not name.startswith(_NOT_OF_NUMPY):
             return name
@@ -324,8 +347,8 @@ def _dtype_of(array: Array, element_type: Optional[str]) -> str:
         f"{array.dtype}", "tensors")
 
 
-def _save_npy(path: str, pairs: list[tuple[str, FileValue]], overwrite: bool
-              ) -> int:
+def _save_npy(path: str, pairs: list[tuple[str, FileValue]],
+              types: dict[str, str], overwrite: bool) -> int:
     if len(pairs) != 1 or isinstance(pairs[0][1], QuantizedTensor):
         raise errors.argument_invalid(
             f"expected one plain tensor for {path}, got "
@@ -334,7 +357,8 @@ def _save_npy(path: str, pairs: list[tuple[str, FileValue]], overwrite: bool
     name, tensor = pairs[0]
     with naming(name):
         array, found = _plain_array(tensor)
-        dtype = _dtype_of(array, found)
+        dtype = _dtype_of(array, found, types.pop(name, None))
+        _check_types(types)
         if dtype.startswith(_NOT_OF_NUMPY):
             raise _files.unsupported(path, f".npy has no type for {dtype}")
     with _files.AtomicFile(path, overwrite) as file:

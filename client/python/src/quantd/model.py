@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import threading
+import warnings
 from typing import (Any, Collection, Iterable, Iterator, Mapping, Optional,
                     Sequence, Union)
 
@@ -27,6 +28,7 @@ from quantd._scale_stream import xxh3_64
 from quantd._specs import Filter, SpecSet, SpecsLike, Template
 from quantd._tables import ResultList, Tabular
 from quantd._ties import Group, Ties, TiesLike
+from quantd._values import warn_of_not_finite
 from quantd.client import Client
 from quantd.encoding import EncodingSpec
 from quantd.files import Path
@@ -239,6 +241,9 @@ def quantize_model(
         there is none are quantized without: `importance` of ModelTensor says
         which.
 
+    Tensors with NaN or infinities are warned of; nan_policy="reject" refuses
+    them.
+
     Only the tensors under way are in memory, and codes go to a file without a
     name in the target's folder: a model may be larger than memory.
 
@@ -257,13 +262,14 @@ def quantize_model(
     if part is not None and keep_going:
         raise errors.argument_invalid("expected part without keep_going",
                                       "part")
-    run = _Run(os.fspath(source), os.fspath(target), SpecSet(specs),
+    parsed = SpecSet(specs)
+    run = _Run(os.fspath(source), os.fspath(target), parsed,
                Filter(tuple(include), tuple(exclude), min_rank), client, model,
                revision, store, nan_policy, keep_going, overwrite, restart,
                requantize, streams, Ties(ties),
                None if part is None else as_part(part), False, rounding,
-               ModelImportance(importance, source_of(inputs, rounding, model,
-                                                     revision)))
+               ModelImportance(importance, source_of(
+                   inputs, rounding, model, revision, parsed.has_importance)))
     run.plan()
     return run.write(progress)
 
@@ -297,8 +303,8 @@ def join_model(
                Filter(tuple(include), tuple(exclude), min_rank), client, model,
                revision, store, nan_policy, False, overwrite, False,
                requantize, 1, Ties(ties), None, True, rounding,
-               ModelImportance(importance, source_of(inputs, rounding, model,
-                                                     revision)))
+               ModelImportance(importance, source_of(
+                   inputs, rounding, model, revision, parsed.has_importance)))
     run.plan()
     return run.write(False)
 
@@ -368,6 +374,8 @@ class _Run:
         self._groups: list[Group] = []
         # By tensor.
         self._tied: dict[str, Group] = {}
+        # By tensor; other ones once their importance is found.
+        self._spec_of: dict[str, EncodingSpec] = {}
         self._is_cleared = False
         # Revision that the encodings are in until all files are written.
         self._draft = ""
@@ -392,6 +400,7 @@ class _Run:
             [(tensor.name, tensor.shape) for shard in self._shards
              for tensor in shard.selected],
             lambda name: [self._template(name).spec], self._client)
+        self._spec_of.clear()
         if self._has_keys:
             for shard in self._shards:
                 self._set_keys(shard)
@@ -520,8 +529,11 @@ class _Run:
         return template
 
     def _spec(self, tensor: FileTensor) -> EncodingSpec:
-        return self._importance.apply(
-            tensor.name, self._template(tensor.name).spec_of(tensor.shape))
+        spec = self._spec_of.get(tensor.name)
+        if spec is None:
+            spec = self._spec_of[tensor.name] = self._importance.apply(
+                tensor.name, self._template(tensor.name).spec_of(tensor.shape))
+        return spec
 
     def _message(self, tensor: FileTensor) -> Any:
         return self._spec(tensor).to_proto()
@@ -609,7 +621,8 @@ class _Run:
             is_own = metadata.get(_RUN_KEY) == shard.run
             if not is_own and not self._overwrite:
                 raise _files.exists(target.path, _OTHER_PART)
-            target.is_kept = not self._restart and is_own and (
+            target.is_kept = (
+                not self._restart and is_own and _is_intact(target.path) and
                 self._take_records(target.tensors, metadata))
             target.overwrite = True
 
@@ -692,6 +705,9 @@ class _Run:
         """Whether an earlier run has written that shard; takes over what it
         tells."""
         if metadata.get(_RUN_KEY) != shard.run or self._has_failed(shard):
+            return False
+        # A join fails of it instead.
+        if not self._joins and not _is_intact(shard.output_path):
             return False
         if not self._take_records(shard.selected, metadata):
             return False
@@ -796,13 +812,20 @@ class _Run:
     def _header_room(self, target: _Target) -> int:
         """Of a large file: enough for the header, whatever becomes of the
         tensors. quantctl leaves it, so that codes come to where they stay."""
-        entries = []
+        specs = {tensor.name: self._template(tensor.name).of(tensor.shape)
+                 for tensor in target.tensors}
+        entries = [entry for tensor in target.tensors
+                   for entry in _layout.expected_entries(
+                       tensor.name, specs[tensor.name], tensor.shape)]
+        entries += [(tensor.name, tensor.dtype, tensor.shape)
+                    for tensor in target.covered if tensor.name not in specs]
+        if sum(_files.size_of(dtype, shape)
+               for _, dtype, shape in entries) < _ROOM_FROM_BYTES:
+            return 0
         metadata = dict(target.shard.file.metadata)
         records: dict[str, Any] = {}
         for tensor in target.tensors:
-            spec = self._template(tensor.name).of(tensor.shape)
-            entries += _layout.expected_entries(tensor.name, spec,
-                                                tensor.shape)
+            spec = specs[tensor.name]
             encoding, _ = _layout.expected(spec, tensor.shape)
             most = 2**64 - 1
             compensated = self._outcomes[tensor.name].is_compensated
@@ -815,13 +838,6 @@ class _Run:
                 "u" + _layout.record_text(
                     dataclasses.replace(encoding, qmin=-2**31, qmax=-2**31),
                     tensor.shape, tensor.element_type or ""))
-        selected = {tensor.name for tensor in target.tensors}
-        entries += [(tensor.name, tensor.dtype, tensor.shape)
-                    for tensor in target.covered
-                    if tensor.name not in selected]
-        if sum(_files.size_of(dtype, shape)
-               for _, dtype, shape in entries) < _ROOM_FROM_BYTES:
-            return 0
         if self._is_folder or target.part is not None:
             metadata[_COMMAND_KEY] = target.shard.command
             metadata[_RUN_KEY] = target.shard.run
@@ -966,6 +982,8 @@ class _Run:
         for target in self._targets:
             for tensor in target.covered:
                 outcome = self._outcomes[tensor.name]
+                warn_of_not_finite(tensor.name, outcome.format, outcome.nan,
+                                   outcome.infinity, 4)
                 result = ("kept" if target.is_kept else
                           "failed" if outcome.error is not None else
                           "quantized" if outcome.is_quantized else "copied")
@@ -1008,7 +1026,21 @@ def _check_data(file: InputFile) -> None:
     if got != expected:
         raise _files.malformed(
             file.path, f"the XXH3 of its data is {got}, and was {expected} when "
-            "it was written; delete it and run its part again")
+            "it was written; run its part again")
+
+
+def _is_intact(path: str) -> bool:
+    """Whether a file has the data that were written, all of which this reads;
+    warns where it does not."""
+    try:
+        _check_data(_files.open_safetensors(path))
+        return True
+    except errors.QuantdError as error:
+        if error.reason != "FILE_MALFORMED":
+            raise
+    warnings.warn(f"quantd: {path}: done again, as its data are not those that "
+                  "were written", RuntimeWarning, stacklevel=5)
+    return False
 
 
 def _metadata_of(path: str) -> Mapping[str, str]:

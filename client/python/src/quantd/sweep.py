@@ -13,8 +13,9 @@ from typing import Any, Iterable, Mapping, Optional, Sequence, Union
 from quantd import errors
 from quantd._files import FileTensor
 from quantd._input_squares import InputSquares
-from quantd._model_importance import InputsLike, ModelImportance
-from quantd._model_rounding import ModelRounding, StoredInputs
+from quantd._mixture import NO_MIXTURE, MixtureUnits
+from quantd._model_importance import InputsLike, ModelImportance, as_inputs
+from quantd._model_rounding import StoredInputs
 from quantd._plain import open_plain
 from quantd._progress import Progress, ProgressLike
 from quantd._specs import Filter, Template, template_of
@@ -24,7 +25,7 @@ from quantd.client import Client
 from quantd.encoding import Encoding, EncodingSpec
 from quantd.files import Path
 from quantd.results import (CandidateMetrics, ErrorMetrics, Evaluation,
-                            MixtureOption, SweepTotal, TensorStatistics)
+                            SweepMixture, SweepTotal, TensorStatistics)
 from quantd.tensor import TensorName
 
 Spec = Union[str, EncodingSpec]
@@ -186,9 +187,12 @@ def sweep_model(
         raise errors.argument_invalid(
             "expected inputs and weights with objective 'output'",
             "inputs" if inputs is None else "weights")
-    stored = None if inputs is None else StoredInputs(
-        ModelRounding(inputs) if isinstance(inputs, str) else inputs, client)
-    weighed = ModelImportance(importance, inputs)
+    if objective == "tensor" and weights is not None:
+        raise errors.argument_invalid(
+            "expected weights with objective 'output'", "weights")
+    given = as_inputs(inputs)
+    stored = None if given is None else StoredInputs(given, client)
+    weighed = ModelImportance(importance, given)
     budgets = [(name, value) for name, values in (
         ("min_sqnr_db", min_sqnr_db), ("max_size_bytes", max_size_bytes),
         ("max_bits_per_element", max_bits_per_element))
@@ -404,55 +408,31 @@ def _mixtures(tensors: Sequence[FileTensor],
               ) -> tuple[ModelMixture, ...]:
     """One for each budget, over the tensors on which a spec succeeded. The
     tensors of a group get one spec. weights: None for the noise of tensors."""
-    by_name = {tensor.name: candidates
-               for tensor, candidates in zip(tensors, measured)}
-    sizes = {tensor.name: math.prod(tensor.shape) for tensor in tensors}
-    unit_of: dict[str, list[str]] = {}
-    for group in groups:
-        # Groups that have a tensor in common are one.
-        members = [tensor.name for tensor in group.tensors]
-        whole = list(dict.fromkeys(
-            name for member in members
-            for name in unit_of.get(member, [member])))
-        unit_of.update(dict.fromkeys(whole, whole))
-    units = {unit[0]: unit for unit in (
-        unit_of.get(name, [name]) for name in by_name)}
-
-    def noise(name: str, index: int) -> float:
-        candidate = by_name[name][index]
+    def noise(candidate: MeasuredCandidate) -> float:
         if weights is None or math.isinf(candidate.noise_to_signal):
             return candidate.noise_to_signal
         assert candidate.output_noise is not None
         return candidate.output_noise
 
-    def total(names: Iterable[str], choices: Mapping[str, int]) -> float:
-        return math.fsum(noise(name, choices[name]) *
-                         (1 if weights is None else weights[name])
-                         for name in names)
-
-    def options_of(unit: Sequence[str], is_least: bool) -> list[MixtureOption]:
-        return [MixtureOption(
-            index, sum(by_name[name][index].size_bytes for name in unit),
-            max(noise(name, index) for name in unit) if is_least
-            else total(unit, dict.fromkeys(unit, index)))
-            for index in range(len(specs))
-            if all(by_name[name][index].error is None for name in unit)]
-
+    units = MixtureUnits(
+        {tensor.name: [None if candidate.error is not None else
+                       (candidate.size_bytes, noise(candidate))
+                       for candidate in candidates]
+         for tensor, candidates in zip(tensors, measured)},
+        ([tensor.name for tensor in group.tensors] for group in groups),
+        weights)
+    sizes = {tensor.name: math.prod(tensor.shape) for tensor in tensors}
     found: dict[tuple[str, float], ModelMixture] = {}
-    # Each tensor has to reach the SQNR by itself: the worst of a unit counts,
-    # and no weights.
     for is_least in (True, False):
         alike = [budget for budget in budgets
                  if (budget[0] == "min_sqnr_db") == is_least]
-        options = {first: options_of(unit, is_least)
-                   for first, unit in units.items()}
-        options = {first: own for first, own in options.items() if own}
+        options = units.options(is_least)
         if not alike or not options:
-            found.update({budget: ModelMixture(budget, {}, 0, 0.0, 0.0, False)
+            found.update({budget: _mixture(budget, NO_MIXTURE, specs)
                           for budget in alike})
             continue
         element_count = sum(sizes[name] for first in options
-                            for name in units[first])
+                            for name in units.members(first))
         chosen = client.choose_mixture(
             options, min_sqnr_db=[value for _, value in alike]) if (
                 is_least) else client.choose_mixture(
@@ -460,15 +440,14 @@ def _mixtures(tensors: Sequence[FileTensor],
                         int(value if name == "max_size_bytes"
                             else value * element_count / 8)
                         for name, value in alike])
-        for budget, mixture in zip(alike, chosen):
-            choices = {name: index for first, index in mixture.choices.items()
-                       for name in units[first]}
-            figures = mixture.min_sqnr_db, mixture.noise_to_signal_sum
-            if weights is not None or len(choices) > len(mixture.choices):
-                largest = max(noise(*choice) for choice in choices.items())
-                figures = (math.inf if largest == 0 else
-                           -10 * math.log10(largest), total(choices, choices))
-            found[budget] = ModelMixture(
-                budget, {name: specs[index] for name, index in choices.items()},
-                mixture.size_bytes, *figures, mixture.target_met)
+        found.update({budget: _mixture(budget, units.whole(mixture), specs)
+                      for budget, mixture in zip(alike, chosen)})
     return tuple(found[budget] for budget in budgets)
+
+
+def _mixture(budget: tuple[str, float], mixture: SweepMixture,
+             specs: Sequence[Spec]) -> ModelMixture:
+    return ModelMixture(
+        budget, {name: specs[index] for name, index in mixture.choices.items()},
+        mixture.size_bytes, mixture.min_sqnr_db, mixture.noise_to_signal_sum,
+        mixture.target_met)
