@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
@@ -36,8 +35,6 @@ namespace {
 constexpr absl::string_view kAbsent = "absent";
 // Larger encodings have their scales in pieces.
 constexpr int64_t kMostInlineBytes = int64_t{16} << 10;
-// U+10FFFF, after every name.
-constexpr absl::string_view kAfterNames = "\xf4\x8f\xbf\xbf";
 
 // A row where there is the revision's set, whatever that has of the tensor.
 constexpr char kSelect[] =
@@ -84,21 +81,6 @@ constexpr char kListEncodingNames[] =
     "WHERE set_id = " QUANTD_ENCODING_SET
     " AND tensor > $3 "
     "ORDER BY tensor LIMIT $4";
-// From counts, whose number does not grow with that of the tensors.
-constexpr char kListModels[] =
-    "SELECT model, COUNT(DISTINCT revision), "
-    "CAST(SUM(CASE kind WHEN 0 THEN row_count ELSE 0 END) AS BIGINT), "
-    "CAST(SUM(CASE kind WHEN 1 THEN row_count ELSE 0 END) AS BIGINT) "
-    "FROM row_sets JOIN set_counts ON set_counts.set_id = row_sets.set_id "
-    "WHERE model > $1 AND model < $2 GROUP BY model ORDER BY model LIMIT $3";
-constexpr char kListEncodingRevisions[] =
-    "SELECT revision, "
-    "CAST(SUM(CASE kind WHEN 0 THEN row_count ELSE 0 END) AS BIGINT), "
-    "CAST(SUM(CASE kind WHEN 1 THEN row_count ELSE 0 END) AS BIGINT) "
-    "FROM row_sets JOIN set_counts ON set_counts.set_id = row_sets.set_id "
-    "WHERE model = $1 AND revision > $2 "
-    "GROUP BY revision ORDER BY revision LIMIT $3";
-
 // Contents that are being written.
 constexpr char kStage[] =
     "INSERT INTO staged_contents (content_id, touch_time_us, bytes, model, "
@@ -897,6 +879,14 @@ absl::StatusOr<bool> DeleteSets(SqlConnection& connection,
   return has_rows;
 }
 
+// Adds to what a model or a revision has.
+template <typename Entry>
+void AddSet(const CountedRowSet& set, Entry* entry) {
+  entry->error.Update(set.error);
+  (set.kind == RowKind::kEncodings ? entry->encoding_count
+                                   : entry->statistics_count) += set.usage.rows;
+}
+
 }  // namespace
 
 SqlEncodingStore::SqlEncodingStore(std::shared_ptr<SqlDatabase> database)
@@ -1280,20 +1270,22 @@ absl::StatusOr<std::vector<ModelListEntry>> SqlEncodingStore::ListModels(
     const NameRange& range, int limit) {
   std::vector<ModelListEntry> entries;
   if (limit <= 0) return entries;
-  const auto list = [&](SqlConnection& connection) -> absl::Status {
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kListModels);
-    row->BindText(1, range.after);
-    row->BindText(2, range.before.empty() ? kAfterNames : range.before);
-    row->BindInt(3, limit);
-    while (true) {
-      absl::StatusOr<bool> found = row->Step("cannot list models");
-      if (!found.ok()) return found.status();
-      if (!*found) return absl::OkStatus();
-      entries.push_back(
-          {std::string(row->Bytes(0)), row->Int(1), row->Int(2), row->Int(3)});
+  std::string revision;
+  const auto visit = [&](const CountedRowSet& set) {
+    const bool is_new = entries.empty() || entries.back().model != set.model;
+    if (is_new) {
+      if (entries.size() == static_cast<size_t>(limit)) return false;
+      entries.emplace_back().model = set.model;
     }
+    ModelListEntry& entry = entries.back();
+    entry.revision_count += is_new || revision != set.revision;
+    revision = set.revision;
+    AddSet(set, &entry);
+    return true;
   };
-  if (absl::Status s = database_->Read(list); !s.ok()) return s;
+  absl::Status status =
+      ListRowSets(*database_, {"", range.after, range.before}, visit);
+  if (!status.ok()) return status;
   return entries;
 }
 
@@ -1301,20 +1293,16 @@ absl::StatusOr<std::vector<RevisionListEntry>> SqlEncodingStore::ListRevisions(
     absl::string_view model, absl::string_view after, int limit) {
   std::vector<RevisionListEntry> entries;
   if (limit <= 0) return entries;
-  const auto list = [&](SqlConnection& connection) -> absl::Status {
-    const std::unique_ptr<SqlStatement> row =
-        connection.Prepare(kListEncodingRevisions);
-    row->BindText(1, model);
-    row->BindText(2, after);
-    row->BindInt(3, limit);
-    while (true) {
-      absl::StatusOr<bool> found = row->Step("cannot list revisions");
-      if (!found.ok()) return found.status();
-      if (!*found) return absl::OkStatus();
-      entries.push_back({std::string(row->Bytes(0)), row->Int(1), row->Int(2)});
+  const auto visit = [&](const CountedRowSet& set) {
+    if (entries.empty() || entries.back().revision != set.revision) {
+      if (entries.size() == static_cast<size_t>(limit)) return false;
+      entries.emplace_back().revision = set.revision;
     }
+    AddSet(set, &entries.back());
+    return true;
   };
-  if (absl::Status s = database_->Read(list); !s.ok()) return s;
+  absl::Status status = ListRowSets(*database_, {model, after, ""}, visit);
+  if (!status.ok()) return status;
   return entries;
 }
 

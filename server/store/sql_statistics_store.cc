@@ -1273,14 +1273,16 @@ SqlStatisticsStore::ListStatistics(absl::string_view model,
     return list(connection, std::string(after), limit);
   });
   if (absl::IsDataLoss(status)) status = database_->Read(list_one_by_one);
-  if (status.ok() && entries.empty()) {
-    // Unless it is not known which ones there are.
-    status = database_->Read([&](SqlConnection& connection) {
-      return FindRowSet(connection, model, revision, RowKind::kStatistics)
-          .status();
-    });
-  }
   if (!status.ok()) return status;
+  status = database_->Read([&](SqlConnection& connection) {
+    return FindRowSet(connection, model, revision, RowKind::kStatistics)
+        .status();
+  });
+  if (status.ok()) return entries;
+  // It is not known which ones there are; those of another set tell that they
+  // are not of this one.
+  if (!absl::IsDataLoss(status) || entries.empty()) return status;
+  for (StatisticsListEntry& entry : entries) entry.error.Update(status);
   return entries;
 }
 
