@@ -44,7 +44,7 @@ constexpr absl::Duration kSilence = absl::Milliseconds(500);
 // For creating the schema.
 constexpr absl::Duration kSchemaTimeout = absl::Minutes(1);
 // Parameters of the longest statement.
-constexpr int kMaxParameters = 17;
+constexpr int kMaxParameters = 18;
 // Of replicas that start at the same time one creates the schema.
 constexpr char kLockSchema[] = "SELECT pg_advisory_xact_lock(8173829047)";
 
@@ -151,6 +151,7 @@ constexpr char kSchema[] = R"sql(
     source TEXT COLLATE "C" NOT NULL,
     sequence BIGINT NOT NULL,
     update_time_us BIGINT NOT NULL,
+    incarnation BIGINT NOT NULL,
     size_bytes BIGINT NOT NULL,
     mantissa_bits BIGINT NOT NULL,
     block_size BYTEA NOT NULL,

@@ -163,6 +163,7 @@ std::string Schema() {
         source TEXT NOT NULL,
         sequence INTEGER NOT NULL,
         update_time_us INTEGER NOT NULL,
+        incarnation INTEGER NOT NULL,
         size_bytes INTEGER NOT NULL,
         mantissa_bits INTEGER NOT NULL,
         block_size BLOB NOT NULL,

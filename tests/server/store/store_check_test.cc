@@ -85,7 +85,7 @@ std::vector<Column> Columns() {
       {"body"});
   add("statistics", {"tensor", "source"}, {"set_id"},
       {"sequence", "update_time_us", "size_bytes", "mantissa_bits",
-       "body_checksum", "checksum"},
+       "body_checksum", "checksum", "incarnation"},
       {"block_size", "shape", "averages", "body"});
   add("statistics_pieces", {"tensor", "source"},
       {"set_id", "sequence", "piece"}, {"checksum"}, {"bytes"});
