@@ -26,6 +26,7 @@
 #include "server/store/row_checksum.h"
 #include "server/store/row_sets.h"
 #include "server/store/sql_usage.h"
+#include "server/store/staged_contents.h"
 #include "server/wire/encoding_proto.h"
 #include "server/wire/names.h"
 
@@ -81,15 +82,7 @@ constexpr char kListEncodingNames[] =
     "WHERE set_id = " QUANTD_ENCODING_SET
     " AND tensor > $3 "
     "ORDER BY tensor LIMIT $4";
-// Contents that are being written.
-constexpr char kStage[] =
-    "INSERT INTO staged_contents (content_id, touch_time_us, bytes, model, "
-    "principal, slot) VALUES ($1, $2, $3, $4, $5, $6)";
-constexpr char kTouchStaged[] =
-    "UPDATE staged_contents SET touch_time_us = $1, bytes = bytes + $2 "
-    "WHERE content_id = $3 RETURNING content_id";
-constexpr char kEndStaged[] =
-    "DELETE FROM staged_contents WHERE content_id = $1 RETURNING content_id";
+
 // Pieces that no encoding has, and that nobody is to free.
 constexpr char kListLostEncodingPieces[] =
     "SELECT content_id, COUNT(*) FROM encoding_pieces "
@@ -546,13 +539,9 @@ class SqlEncodingWriter final : public EncodingWriter {
   ~SqlEncodingWriter() override {
     if (!is_staged_) return;
     const auto lose = [&](SqlConnection& connection) -> absl::Status {
-      {
-        const std::unique_ptr<SqlStatement> row =
-            connection.Prepare(kEndStaged);
-        row->BindInt(1, content_.id);
-        absl::StatusOr<bool> found = row->Step(kWhat);
-        if (!found.ok() || !*found) return found.status();
-      }
+      const absl::StatusOr<bool> found =
+          LoseStagedContent(connection, content_.id);
+      if (!found.ok() || !*found) return found.status();
       return LoseContent(connection, content_.id, kWhat);
     };
     // If not now, then the one who looks after what is staged does.
@@ -576,7 +565,10 @@ class SqlEncodingWriter final : public EncodingWriter {
           static_cast<int64_t>(scale_.size()) / layout_.scale_bytes;
       // Before any count, as all do.
       if (absl::Status s = connection.LockTensor(key_); !s.ok()) return s;
-      if (absl::Status s = EndStage(connection); !s.ok()) return s;
+      absl::Status ended = is_staged_
+                               ? EndStagedContent(connection, content_.id)
+                               : NewContent(connection);
+      if (!ended.ok()) return ended;
       if (!outer_scale_.empty()) {
         absl::Status status =
             Write(connection, -1 - outer_pieces_, outer_scale_);
@@ -633,14 +625,13 @@ class SqlEncodingWriter final : public EncodingWriter {
     const Content before = content_;
     const auto write = [&](SqlConnection& connection) -> absl::Status {
       content_ = before;
-      const auto size = static_cast<int64_t>(bytes.size());
-      absl::Status status = Stage(connection, size);
+      absl::Status status =
+          is_staged_ ? absl::OkStatus() : NewContent(connection);
       if (status.ok()) status = Write(connection, piece, bytes);
-      if (!status.ok()) return status;
-      // Of bytes alone: the row comes with Finish.
-      const WriteAccount& account = precondition_.account;
-      return CheckQuotas(connection, account, {true, account.principal, 0},
-                         size);
+      return status.ok() ? StageContent(connection, key_, precondition_.account,
+                                        content_.id, /*is_new=*/!is_staged_,
+                                        static_cast<int64_t>(bytes.size()))
+                         : status;
     };
     absl::Status status = database_->Write(write);
     if (!status.ok()) {
@@ -651,48 +642,10 @@ class SqlEncodingWriter final : public EncodingWriter {
     return status;
   }
 
-  // Says that so many bytes of the content are being written.
-  absl::Status Stage(SqlConnection& connection, int64_t bytes) {
-    const int64_t now_us = absl::ToUnixMicros(absl::Now());
-    if (is_staged_) {
-      const std::unique_ptr<SqlStatement> row =
-          connection.Prepare(kTouchStaged);
-      row->BindInt(1, now_us);
-      row->BindInt(2, bytes);
-      row->BindInt(3, content_.id);
-      return CheckStaged(row->Step(kWhat));
-    }
-    if (absl::Status s = NewContent(connection); !s.ok()) return s;
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kStage);
-    row->BindInt(1, content_.id);
-    row->BindInt(2, now_us);
-    row->BindInt(3, bytes);
-    row->BindText(4, key_.model);
-    row->BindText(5, precondition_.account.principal);
-    row->BindInt(6, SlotOf(key_.tensor));
-    return row->Step(kWhat).status();
-  }
-
-  // Says that the content is written.
-  absl::Status EndStage(SqlConnection& connection) {
-    if (!is_staged_) return NewContent(connection);
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kEndStaged);
-    row->BindInt(1, content_.id);
-    return CheckStaged(row->Step(kWhat));
-  }
-
   absl::Status NewContent(SqlConnection& connection) {
     absl::StatusOr<int64_t> id = connection.NextGeneration();
     if (id.ok()) content_.id = *id;
     return id.status();
-  }
-
-  // `found`  whether it is still staged.
-  static absl::Status CheckStaged(const absl::StatusOr<bool>& found) {
-    if (!found.ok() || *found) return found.status();
-    return core::StoreUnavailableError(
-        "cannot put an encoding: its pieces came too slowly and were freed; "
-        "write it again");
   }
 
   absl::Status Write(SqlConnection& connection, int64_t piece,

@@ -28,6 +28,7 @@
 #include "server/store/row_checksum.h"
 #include "server/store/row_sets.h"
 #include "server/store/sql_usage.h"
+#include "server/store/staged_contents.h"
 #include "server/store/statistics_pieces.h"
 #include "server/wire/names.h"
 #include "server/wire/statistics_proto.h"
@@ -497,6 +498,8 @@ struct Attempt {
   // was there, if any.
   int64_t set_id = 0;
   absl::optional<uint64_t> row_checksum;
+  // What the steps have counted, see staged_contents.h; 0 for nothing.
+  int64_t staged_id = 0;
   // Nothing is left to write.
   bool is_done = false;
 };
@@ -555,7 +558,7 @@ class Merger {
     if (!begun.ok() || !*begun) return begun;
     absl::StatusOr<bool> written = true;
     if (attempt_.writer.has_steps()) {
-      absl::Status status = attempt_.writer.Step(&connection_);
+      absl::Status status = WriteStep();
       if (!status.ok()) written = status;
     } else {
       written = before_.has_value() ? WriteMerged(limit_bytes)
@@ -598,6 +601,23 @@ class Merger {
     if (status.ok() && attempt_.writer.has_steps()) status = CheckOthers();
     if (!status.ok()) return status;
     return true;
+  }
+
+  // A matrix that takes the place of another one, which it is as large as,
+  // counts for nobody.
+  absl::Status WriteStep() {
+    const int64_t bytes_before = attempt_.writer.size_bytes();
+    absl::Status status = attempt_.writer.Step(&connection_);
+    if (!status.ok() || had_gram_) return status;
+    const bool is_new = attempt_.staged_id == 0;
+    if (is_new) {
+      const absl::StatusOr<int64_t> id = connection_.NextGeneration();
+      if (!id.ok()) return id.status();
+      attempt_.staged_id = *id;
+    }
+    return StageContent(connection_, key_.tensor, key_.account,
+                        attempt_.staged_id, is_new,
+                        attempt_.writer.size_bytes() - bytes_before);
   }
 
   static constexpr absl::string_view kWhat = "cannot contribute statistics";
@@ -829,6 +849,10 @@ class Merger {
           "contribute with a coarser granularity or fewer mantissa bits");
     }
     head.size_bytes += feature_bytes_;
+    if (attempt_.staged_id != 0) {
+      status = EndStagedContent(connection_, attempt_.staged_id);
+      if (!status.ok()) return status;
+    }
     const WriteAccount& account = key_.account;
     ReplacedRow replaced;
     if (!account.quotas.empty()) {
@@ -970,7 +994,9 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
         return write(connection, &attempt);
       });
     } while (status.ok() && !attempt.is_done);
-    if (attempt.writer.is_staged()) FreeStaged(key, attempt.set_id);
+    if (attempt.writer.is_staged()) {
+      FreeStaged(key, attempt.set_id, attempt.staged_id);
+    }
   } while (status == overtaken);
   if (!status.ok()) {
     // What was refused leaves no set behind that nobody is charged for.
@@ -981,8 +1007,8 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
   return outcome;
 }
 
-void SqlStatisticsStore::FreeStaged(const ContributionKey& key,
-                                    int64_t set_id) {
+void SqlStatisticsStore::FreeStaged(const ContributionKey& key, int64_t set_id,
+                                    int64_t staged_id) {
   const SourceVersion version{key.tensor, key.source,
                               static_cast<int64_t>(key.sequence), set_id};
   absl::StatusOr<int> count = 0;
@@ -992,7 +1018,8 @@ void SqlStatisticsStore::FreeStaged(const ContributionKey& key,
     if (!status.ok()) return status;
     count = FreeStatisticsPieces(&connection, set_id, key.tensor.tensor,
                                  key.source, absl::InfinitePast());
-    return count.status();
+    return count.ok() ? LoseStagedContent(connection, staged_id).status()
+                      : count.status();
   };
   // If not now, then StoreKeeper does.
   do {

@@ -87,7 +87,8 @@ class SqlStatisticsStore : public StatisticsStore {
 
   // In transactions of its own: frees what a contribution that took steps has
   // replaced, or what it wrote in vain.
-  void FreeStaged(const ContributionKey& key, int64_t set_id);
+  void FreeStaged(const ContributionKey& key, int64_t set_id,
+                  int64_t staged_id);
 
   // Of all sources, or unless it is empty of one; `check` may refuse it.
   absl::Status Delete(const EncodingKey& key, absl::string_view source,
