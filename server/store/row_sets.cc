@@ -568,7 +568,7 @@ void UnassignEmptyRowSet(SqlDatabase& database, absl::string_view model,
     if (!empty.ok() || !*empty) return empty.status();
     return UnassignRowSet(connection, model, revision, kind);
   };
-  database.Write(unassign).IgnoreError();
+  database.WriteToFree(unassign).IgnoreError();
 }
 
 }  // namespace quantd::server

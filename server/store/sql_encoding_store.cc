@@ -998,7 +998,7 @@ absl::StatusOr<DeletedRows> SqlEncodingStore::DeleteRevision(
     status = connection.Announce();
     return status.ok() ? ChangeUsage(connection, model, change) : status;
   };
-  if (absl::Status s = database_->Write(remove); !s.ok()) return s;
+  if (absl::Status s = database_->WriteToFree(remove); !s.ok()) return s;
   return deleted;
 }
 
@@ -1035,7 +1035,7 @@ absl::StatusOr<DeletedRows> SqlEncodingStore::DeleteModel(
     status = connection.Announce();
     return status.ok() ? ChangeUsage(connection, model, change) : status;
   };
-  if (absl::Status s = database_->Write(remove); !s.ok()) return s;
+  if (absl::Status s = database_->WriteToFree(remove); !s.ok()) return s;
   return deleted;
 }
 
@@ -1068,7 +1068,7 @@ absl::Status SqlEncodingStore::Delete(const EncodingKey& key,
     absl::Status status = row->Step(kWhat).status();
     return status.ok() ? connection.Announce() : status;
   };
-  if (absl::Status s = database_->Write(remove); !s.ok()) return s;
+  if (absl::Status s = database_->WriteToFree(remove); !s.ok()) return s;
   UnassignEmptyRowSet(*database_, key.model, key.revision, RowKind::kEncodings);
   return absl::OkStatus();
 }

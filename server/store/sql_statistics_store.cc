@@ -1459,7 +1459,7 @@ absl::Status SqlStatisticsStore::Delete(
     if (!found.ok()) return found.status();
     return *found ? absl::OkStatus() : NoSuchStatistics(connection, key);
   };
-  if (absl::Status s = database_->Write(remove); !s.ok()) return s;
+  if (absl::Status s = database_->WriteToFree(remove); !s.ok()) return s;
   UnassignEmptyRowSet(*database_, key.model, key.revision,
                       RowKind::kStatistics);
   return absl::OkStatus();

@@ -252,7 +252,7 @@ absl::StatusOr<bool> StoreKeeper::FreeStep(absl::Duration staged_age) {
     }
     return absl::OkStatus();
   };
-  if (absl::Status s = database_->Write(free); !s.ok()) return s;
+  if (absl::Status s = database_->WriteToFree(free); !s.ok()) return s;
   return is_more;
 }
 
@@ -271,7 +271,7 @@ absl::StatusOr<bool> StoreKeeper::FreeSetStep() {
     return false;
   }
   const absl::Status status =
-      database_->Write([&](SqlConnection& connection) -> absl::Status {
+      database_->WriteToFree([&](SqlConnection& connection) -> absl::Status {
         absl::Status locked = connection.LockName(kFreeing);
         return locked.ok() ? FreeRows(connection, *set_id) : locked;
       });
