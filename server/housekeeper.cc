@@ -202,6 +202,18 @@ absl::Status Housekeeper::LookAtModel(const std::string& model,
   absl::StatusOr<std::vector<RevisionUsage>> revisions =
       keeper_->ListRevisions(model);
   if (!revisions.ok()) return revisions.status();
+  // It is not known how old one is of which something is damaged.
+  const auto is_damaged = [](const RevisionUsage& revision) {
+    if (revision.error.ok()) return false;
+    Log(LogLevel::kError, "a damaged revision is kept, whatever its age",
+        {{"model", revision.model},
+         {"revision", revision.revision},
+         {"error", revision.error.message()}});
+    return true;
+  };
+  revisions->erase(
+      std::remove_if(revisions->begin(), revisions->end(), is_damaged),
+      revisions->end());
   for (const RevisionUsage& revision :
        BeyondRule(*rule, *std::move(revisions), options_.clock())) {
     if (stopping()) return absl::OkStatus();

@@ -61,14 +61,18 @@ std::string PageToken(absl::string_view name) {
                                        : absl::StrCat(kDamaged, name));
 }
 
-// A name that is damaged can't be asked for, nor can it be a proto's text.
+// What is damaged of a model or a revision: `error`, unless its name is. That
+// can't be asked for, nor can it be a proto's text.
 template <typename Proto>
-void SetNameError(absl::string_view kind, absl::string_view name,
-                  Proto* proto) {
-  if (CheckPathName(kind, name).ok()) return;
-  *proto->mutable_error() = ToTensorError(core::StoreCorruptError(
-      absl::StrCat("the name of the ", kind, " \"", ShownName(name),
-                   "\" is damaged; run quantd --check-store")));
+void SetListError(absl::string_view kind, absl::string_view name,
+                  const absl::Status& error, Proto* proto) {
+  if (!CheckPathName(kind, name).ok()) {
+    *proto->mutable_error() = ToTensorError(core::StoreCorruptError(
+        absl::StrCat("the name of the ", kind, " \"", ShownName(name),
+                     "\" is damaged; run quantd --check-store")));
+  } else if (!error.ok()) {
+    *proto->mutable_error() = ToTensorError(error);
+  }
 }
 
 // Errors: PAGE_INVALID.
@@ -245,7 +249,7 @@ absl::Status ListModels(const UnaryContext& context,
       [&](const ModelListEntry& entry) {
         v1::Model* proto = response->add_models();
         proto->set_model(ShownName(entry.model));
-        SetNameError("model", entry.model, proto);
+        SetListError("model", entry.model, entry.error, proto);
         proto->set_revision_count(entry.revision_count);
         proto->set_encoding_count(entry.encoding_count);
         proto->set_statistics_count(entry.statistics_count);
@@ -267,7 +271,7 @@ absl::Status ListRevisions(const UnaryContext& context,
       [&](const RevisionListEntry& entry) {
         v1::Revision* proto = response->add_revisions();
         proto->set_revision(ShownName(entry.revision));
-        SetNameError("revision", entry.revision, proto);
+        SetListError("revision", entry.revision, entry.error, proto);
         proto->set_encoding_count(entry.encoding_count);
         proto->set_statistics_count(entry.statistics_count);
       },

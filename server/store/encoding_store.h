@@ -90,7 +90,10 @@ struct NameRange {
 };
 
 struct ModelListEntry {
+  // Any bytes where a row is damaged.
   std::string model;
+  // STORE_CORRUPT where one is; counts are of the others then.
+  absl::Status error{};
   int64_t revision_count = 0;
   int64_t encoding_count = 0;
   // A source of a tensor each.
@@ -98,7 +101,9 @@ struct ModelListEntry {
 };
 
 struct RevisionListEntry {
+  // The same.
   std::string revision;
+  absl::Status error{};
   int64_t encoding_count = 0;
   int64_t statistics_count = 0;
 };
@@ -235,8 +240,9 @@ class EncodingStore {
   virtual absl::StatusOr<std::vector<EncodingListEntry>> ListEncodings(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) = 0;
-  // Models that have encodings or statistics. Takes time for what those that it
-  // answers have, not for what others have.
+  // Models that have encodings or statistics, or had them until a row was
+  // damaged. Takes time for what those that it answers have, not for what
+  // others have.
   virtual absl::StatusOr<std::vector<ModelListEntry>> ListModels(
       const NameRange& range, int limit) = 0;
   virtual absl::StatusOr<std::vector<RevisionListEntry>> ListRevisions(

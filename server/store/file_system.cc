@@ -100,6 +100,16 @@ absl::Status CreateStoreFile(const std::string& path) {
   return absl::OkStatus();
 }
 
+bool ReserveSpace(const std::string& path, int64_t bytes) {
+  const int fd =
+      open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600);
+  if (fd < 0) return false;
+  const bool is_there = posix_fallocate(fd, 0, bytes) == 0;
+  close(fd);
+  if (!is_there) unlink(path.c_str());
+  return is_there;
+}
+
 absl::Status PrepareStoreDirectory(const std::string& path) {
   const std::string directory = DirectoryOf(path);
   if (mkdir(directory.c_str(), 0700) == 0) {

@@ -32,6 +32,10 @@ absl::Status MakeDefaultDirectory(const std::string& path);
 // Errors: STORE_UNAVAILABLE.
 absl::Status CreateStoreFile(const std::string& path);
 
+// Makes a file that takes so much of the disk, mode 0600, unless it is there.
+// False, and it is not there, if the disk has no room for it.
+bool ReserveSpace(const std::string& path, int64_t bytes);
+
 }  // namespace quantd::server
 
 #endif  // QUANTD_SERVER_STORE_FILE_SYSTEM_H_

@@ -114,6 +114,8 @@ class GramWriter {
   absl::Status Step(SqlConnection* connection);
   // Whether a step was taken.
   bool is_staged() const { return staged_count_ > 0; }
+  // Of what was written.
+  int64_t size_bytes() const { return written_.size_bytes; }
 
   // Last: writes what is left, in the transaction of the row.
   // Errors: STORE_UNAVAILABLE also where another contribution of the same

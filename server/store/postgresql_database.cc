@@ -45,7 +45,7 @@ constexpr absl::Duration kSilence = absl::Milliseconds(500);
 // For creating the schema.
 constexpr absl::Duration kSchemaTimeout = absl::Minutes(1);
 // Parameters of the longest statement.
-constexpr int kMaxParameters = 17;
+constexpr int kMaxParameters = 18;
 // Of replicas that start at the same time one creates the schema.
 constexpr char kLockSchema[] = "SELECT pg_advisory_xact_lock(8173829047)";
 
@@ -142,7 +142,7 @@ constexpr char kSchema[] = R"sql(
     END IF;
     RETURN NULL;
   END $$;
-  CREATE TRIGGER encodings_lose_content AFTER UPDATE OR DELETE
+  CREATE TRIGGER encodings_lose_content AFTER UPDATE OF content_id OR DELETE
     ON encodings FOR EACH ROW WHEN (OLD.content_id <> 0)
     EXECUTE FUNCTION quantd_lose_content();
 
@@ -152,6 +152,7 @@ constexpr char kSchema[] = R"sql(
     source TEXT COLLATE "C" NOT NULL,
     sequence BIGINT NOT NULL,
     update_time_us BIGINT NOT NULL,
+    incarnation BIGINT NOT NULL,
     size_bytes BIGINT NOT NULL,
     mantissa_bits BIGINT NOT NULL,
     block_size BYTEA NOT NULL,
@@ -308,14 +309,12 @@ constexpr char kSchema[] = R"sql(
           AND row_count = 0;
     END IF;
   END $$;
-  -- Rows that move to another set are counted by who moves them.
+  -- Rows that move to another set are counted by who moves them, and fire
+  -- nothing.
   CREATE FUNCTION quantd_count_row() RETURNS TRIGGER
   LANGUAGE plpgsql AS $$
   BEGIN
     IF TG_OP = 'UPDATE' THEN
-      IF OLD.set_id <> NEW.set_id THEN
-        RETURN NULL;
-      END IF;
       IF OLD.principal = NEW.principal THEN
         PERFORM quantd_count(NEW.set_id, NEW.principal, NEW.slot, 0,
           NEW.charged_bytes - OLD.charged_bytes, NEW.update_time_us);
@@ -332,9 +331,11 @@ constexpr char kSchema[] = R"sql(
     END IF;
     RETURN NULL;
   END $$;
-  CREATE TRIGGER encodings_count AFTER INSERT OR UPDATE OR DELETE
+  CREATE TRIGGER encodings_count
+    AFTER INSERT OR UPDATE OF principal, charged_bytes OR DELETE
     ON encodings FOR EACH ROW EXECUTE FUNCTION quantd_count_row();
-  CREATE TRIGGER statistics_count AFTER INSERT OR UPDATE OR DELETE
+  CREATE TRIGGER statistics_count
+    AFTER INSERT OR UPDATE OF principal, charged_bytes OR DELETE
     ON statistics FOR EACH ROW EXECUTE FUNCTION quantd_count_row();
 )sql";
 

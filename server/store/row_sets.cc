@@ -2,10 +2,14 @@
 
 #include <xxhash.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
@@ -21,11 +25,44 @@ namespace quantd::server {
 namespace {
 
 constexpr int64_t kSlotCount = 16;
+// U+10FFFF, after every name.
+constexpr absl::string_view kAfterNames = "\xf4\x8f\xbf\xbf";
 
 constexpr char kSelectRowSet[] =
     "SELECT set_id, generation, update_time_us, checksum FROM row_sets "
     "WHERE model = $1 AND revision = $2 AND kind = $3";
-// From the index of the key, whatever is damaged beside that.
+// With what is counted, and whether there is a row: a set that counts none has
+// none, unless its counts are damaged.
+#define QUANTD_SELECT_COUNTED                                                \
+  "SELECT model, revision, kind, set_id, generation, update_time_us, "       \
+  "checksum, (SELECT CAST(SUM(row_count) AS BIGINT) FROM set_counts "        \
+  "WHERE set_counts.set_id = row_sets.set_id), "                             \
+  "(SELECT CAST(SUM(bytes) AS BIGINT) FROM set_counts "                      \
+  "WHERE set_counts.set_id = row_sets.set_id), "                             \
+  "(SELECT MAX(set_counts.update_time_us) FROM set_counts "                  \
+  "WHERE set_counts.set_id = row_sets.set_id), "                             \
+  "(SELECT COUNT(*) FROM (SELECT 1 FROM encodings "                          \
+  "WHERE encodings.set_id = row_sets.set_id LIMIT 1) AS first_encoding) + "  \
+  "(SELECT COUNT(*) FROM (SELECT 1 FROM statistics "                         \
+  "WHERE statistics.set_id = row_sets.set_id LIMIT 1) AS first_statistics) " \
+  "FROM row_sets WHERE "
+#define QUANTD_PAGE_OF_SETS " ORDER BY model, revision, kind LIMIT 200"
+constexpr char kPageOfSets[] = QUANTD_SELECT_COUNTED
+    "(model, revision, kind) > ($1, $2, $3)" QUANTD_PAGE_OF_SETS;
+constexpr char kPageOfSetsBefore[] = QUANTD_SELECT_COUNTED
+    "(model, revision, kind) > ($1, $2, $3) "
+    "AND model < $4" QUANTD_PAGE_OF_SETS;
+constexpr char kPageOfSetsOfModel[] = QUANTD_SELECT_COUNTED
+    "model = $1 AND (revision, kind) > ($2, $3)" QUANTD_PAGE_OF_SETS;
+constexpr char kCountedSet[] =
+    QUANTD_SELECT_COUNTED "model = $1 AND revision = $2 AND kind = $3";
+#undef QUANTD_PAGE_OF_SETS
+#undef QUANTD_SELECT_COUNTED
+// These are from the index of the key, whatever is damaged beside that.
+constexpr char kNextSetOfAnyKind[] =
+    "SELECT model, revision, kind FROM row_sets "
+    "WHERE (model, revision, kind) > ($1, $2, $3) "
+    "ORDER BY model, revision, kind LIMIT 1";
 constexpr char kNextRowSet[] =
     "SELECT model, revision FROM row_sets "
     "WHERE (model, revision) > ($1, $2) AND kind = $3 "
@@ -75,6 +112,7 @@ constexpr char kChangeUsage[] =
     "VALUES ($1, $2, $3, $4, $5)";
 
 constexpr absl::string_view kFindWhat = "cannot find a revision";
+constexpr absl::string_view kListWhat = "cannot list revisions";
 constexpr absl::string_view kChangeWhat = "cannot change a revision";
 
 uint64_t ChecksumOf(absl::string_view model, absl::string_view revision,
@@ -139,6 +177,117 @@ absl::StatusOr<absl::optional<RowSet>> SelectRowSet(SqlConnection& connection,
   return absl::optional<RowSet>({row->Int(0), 0, 0});
 }
 
+// Of a set in the order of lists.
+using SetKey = std::tuple<std::string, std::string, int64_t>;
+
+std::string ShownRevision(const CountedRowSet& set) {
+  return absl::StrCat("revision \"", ShownName(set.revision), "\" of model \"",
+                      ShownName(set.model), "\"");
+}
+
+// From a row of what is counted; none where the set has no rows.
+absl::optional<CountedRowSet> ReadCounted(const SqlStatement& row) {
+  CountedRowSet counted;
+  counted.model = std::string(row.Bytes(0));
+  counted.revision = std::string(row.Bytes(1));
+  counted.kind = static_cast<RowKind>(row.Int(2));
+  const absl::StatusOr<RowSet> set =
+      ReadRowSet(row, 3, counted.model, counted.revision, counted.kind);
+  counted.error = set.status();
+  if (!set.ok()) return counted;
+  const Usage usage{row.Int(8), row.Int(7)};
+  const bool has_rows = row.Int(10) > 0;
+  if (has_rows != (usage.rows > 0)) {
+    counted.error = core::StoreCorruptError(absl::StrCat(
+        "the counts of ", ShownRevision(counted),
+        " are not those of its rows; export it, delete it and import it "
+        "again"));
+    return counted;
+  }
+  if (!has_rows) return absl::nullopt;
+  counted.usage = usage;
+  counted.update_time_us = std::max(set->update_time_us, row.Int(9));
+  return counted;
+}
+
+// The statement of a page, or of the next key, after `last`.
+std::unique_ptr<SqlStatement> SelectAfter(SqlConnection& connection,
+                                          const char* sql, const SetKey& last) {
+  std::unique_ptr<SqlStatement> row = connection.Prepare(sql);
+  row->BindText(1, std::get<0>(last));
+  row->BindText(2, std::get<1>(last));
+  row->BindInt(3, std::get<2>(last));
+  return row;
+}
+
+// Reads the next sets of a range after `last`, and moves that to the last of
+// them; false if there is none.
+absl::StatusOr<bool> ReadCountedPage(SqlConnection& connection,
+                                     const RowSetRange& range, SetKey* last,
+                                     std::vector<CountedRowSet>* page) {
+  const SetKey before = *last;
+  const std::unique_ptr<SqlStatement> row = SelectAfter(
+      connection,
+      !range.model.empty()
+          ? kPageOfSetsOfModel
+          : (range.before.empty() ? kPageOfSets : kPageOfSetsBefore),
+      before);
+  if (range.model.empty() && !range.before.empty()) {
+    row->BindText(4, range.before);
+  }
+  bool is_there = false;
+  while (true) {
+    absl::StatusOr<bool> found = row->Step(kListWhat);
+    if (!found.ok()) return found.status();
+    if (!*found) return is_there;
+    is_there = true;
+    *last = {std::string(row->Bytes(0)), std::string(row->Bytes(1)),
+             row->Int(2)};
+    absl::optional<CountedRowSet> set = ReadCounted(*row);
+    if (set.has_value()) page->push_back(*std::move(set));
+  }
+}
+
+// The same with the next set alone, whatever is damaged beside its key.
+absl::StatusOr<bool> ReadNextCounted(SqlConnection& connection,
+                                     const RowSetRange& range, SetKey* last,
+                                     std::vector<CountedRowSet>* page) {
+  const SetKey before = *last;
+  {
+    const std::unique_ptr<SqlStatement> row =
+        SelectAfter(connection, kNextSetOfAnyKind, before);
+    absl::StatusOr<bool> found = row->Step(kListWhat);
+    if (!found.ok() || !*found) return found;
+    *last = {std::string(row->Bytes(0)), std::string(row->Bytes(1)),
+             row->Int(2)};
+  }
+  const std::string& model = std::get<0>(*last);
+  if (range.model.empty() ? !range.before.empty() && model >= range.before
+                          : model != range.model) {
+    return false;
+  }
+  const SetKey key = *last;
+  const std::unique_ptr<SqlStatement> row =
+      SelectAfter(connection, kCountedSet, key);
+  absl::StatusOr<bool> found = row->Step(kListWhat);
+  if (found.ok()) {
+    // It was deleted in between.
+    if (!*found) return true;
+    absl::optional<CountedRowSet> set = ReadCounted(*row);
+    if (set.has_value()) page->push_back(*std::move(set));
+    return true;
+  }
+  if (!absl::IsDataLoss(found.status())) return found;
+  CountedRowSet& set = page->emplace_back();
+  std::tie(set.model, set.revision, std::ignore) = key;
+  set.kind = static_cast<RowKind>(std::get<2>(key));
+  set.error = core::StoreCorruptError(absl::StrCat(
+      "what tells of ", ShownRevision(set),
+      " stands on a damaged page of the database; restore the store from its "
+      "backup"));
+  return true;
+}
+
 // Rows of no revision, which nobody is to free either.
 absl::Status TellLostRows(SqlDatabase& database, RowKind kind,
                           absl::FunctionRef<void(const absl::Status&)> tell) {
@@ -192,6 +341,50 @@ absl::StatusOr<bool> HasRows(SqlConnection& connection, int64_t set_id,
       kind == RowKind::kEncodings ? kHasEncodings : kHasStatistics);
   row->BindInt(1, set_id);
   return row->Step(kFindWhat);
+}
+
+absl::Status ListRowSets(SqlDatabase& database, const RowSetRange& range,
+                         absl::FunctionRef<bool(const CountedRowSet&)> visit) {
+  constexpr int64_t kLastKind = std::numeric_limits<int64_t>::max();
+  SetKey last = range.model.empty()
+                    ? SetKey(range.after, kAfterNames, kLastKind)
+                    : SetKey(range.model, range.after, kLastKind);
+  // A damaged page is no reason to keep the other sets back.
+  bool one_by_one = false;
+  std::vector<CountedRowSet> page;
+  bool is_more = true;
+  while (is_more) {
+    const SetKey before = last;
+    const auto read = [&](SqlConnection& connection) -> absl::Status {
+      page.clear();
+      last = before;
+      absl::StatusOr<bool> found =
+          one_by_one ? ReadNextCounted(connection, range, &last, &page)
+                     : ReadCountedPage(connection, range, &last, &page);
+      is_more = found.value_or(false);
+      return found.status();
+    };
+    absl::Status status = database.Read(read);
+    if (absl::IsDataLoss(status) && !std::exchange(one_by_one, true)) {
+      last = before;
+      is_more = true;
+      continue;
+    }
+    if (!status.ok()) return status;
+    // Otherwise it might never end.
+    if (is_more && last <= before) {
+      return core::StoreCorruptError(
+          absl::StrCat(kListWhat,
+                       ": the index of revisions is damaged; restore the store "
+                       "from its backup"));
+    }
+    for (const CountedRowSet& set : page) {
+      // Damaged names may come after all names.
+      if (range.model.empty() && set.model == range.after) continue;
+      if (!visit(set)) return absl::OkStatus();
+    }
+  }
+  return absl::OkStatus();
 }
 
 absl::Status CheckRowSets(
@@ -383,7 +576,7 @@ void UnassignEmptyRowSet(SqlDatabase& database, absl::string_view model,
     if (!empty.ok() || !*empty) return empty.status();
     return UnassignRowSet(connection, model, revision, kind);
   };
-  database.Write(unassign).IgnoreError();
+  database.WriteToFree(unassign).IgnoreError();
 }
 
 }  // namespace quantd::server

@@ -66,6 +66,35 @@ absl::StatusOr<absl::optional<RowSet>> FindRowSetToDelete(
 absl::StatusOr<bool> HasRows(SqlConnection& connection, int64_t set_id,
                              RowKind kind);
 
+// A set and what is counted of it.
+struct CountedRowSet {
+  // Any bytes where the row is damaged.
+  std::string model;
+  std::string revision;
+  RowKind kind{};
+  // STORE_CORRUPT where what tells of the set or counts its rows is damaged;
+  // what follows is empty then.
+  absl::Status error;
+  Usage usage;
+  // Of the newest row, or when it was published.
+  int64_t update_time_us = 0;
+};
+
+// Which sets to list.
+struct RowSetRange {
+  // The one that has them; empty for all models.
+  absl::string_view model;
+  // After this revision of the model, or this model of all.
+  absl::string_view after;
+  // Of all models: before this one, unless that is empty.
+  absl::string_view before;
+};
+
+// Calls `visit` with each set that has rows or is damaged, in order of model,
+// revision and kind, until it answers false.
+absl::Status ListRowSets(SqlDatabase& database, const RowSetRange& range,
+                         absl::FunctionRef<bool(const CountedRowSet&)> visit);
+
 struct ListedRowSet {
   std::string model;
   std::string revision;

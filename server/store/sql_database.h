@@ -123,6 +123,13 @@ class SqlDatabase {
     return Write(body);
   }
 
+  // The same for what makes room in the end, such as deleting: on a full disk
+  // it uses what the database has reserved for that.
+  virtual absl::Status WriteToFree(
+      absl::FunctionRef<absl::Status(SqlConnection&)> body) {
+    return Write(body);
+  }
+
   // A number that changes soon after another handle committed what it had
   // announced, and perhaps at other times, never back to one that it had; none
   // where that can't be told now. Does not wait.

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
@@ -27,6 +26,7 @@
 #include "server/store/row_checksum.h"
 #include "server/store/row_sets.h"
 #include "server/store/sql_usage.h"
+#include "server/store/staged_contents.h"
 #include "server/wire/encoding_proto.h"
 #include "server/wire/names.h"
 
@@ -36,8 +36,6 @@ namespace {
 constexpr absl::string_view kAbsent = "absent";
 // Larger encodings have their scales in pieces.
 constexpr int64_t kMostInlineBytes = int64_t{16} << 10;
-// U+10FFFF, after every name.
-constexpr absl::string_view kAfterNames = "\xf4\x8f\xbf\xbf";
 
 // A row where there is the revision's set, whatever that has of the tensor.
 constexpr char kSelect[] =
@@ -84,30 +82,7 @@ constexpr char kListEncodingNames[] =
     "WHERE set_id = " QUANTD_ENCODING_SET
     " AND tensor > $3 "
     "ORDER BY tensor LIMIT $4";
-// From counts, whose number does not grow with that of the tensors.
-constexpr char kListModels[] =
-    "SELECT model, COUNT(DISTINCT revision), "
-    "CAST(SUM(CASE kind WHEN 0 THEN row_count ELSE 0 END) AS BIGINT), "
-    "CAST(SUM(CASE kind WHEN 1 THEN row_count ELSE 0 END) AS BIGINT) "
-    "FROM row_sets JOIN set_counts ON set_counts.set_id = row_sets.set_id "
-    "WHERE model > $1 AND model < $2 GROUP BY model ORDER BY model LIMIT $3";
-constexpr char kListEncodingRevisions[] =
-    "SELECT revision, "
-    "CAST(SUM(CASE kind WHEN 0 THEN row_count ELSE 0 END) AS BIGINT), "
-    "CAST(SUM(CASE kind WHEN 1 THEN row_count ELSE 0 END) AS BIGINT) "
-    "FROM row_sets JOIN set_counts ON set_counts.set_id = row_sets.set_id "
-    "WHERE model = $1 AND revision > $2 "
-    "GROUP BY revision ORDER BY revision LIMIT $3";
 
-// Contents that are being written.
-constexpr char kStage[] =
-    "INSERT INTO staged_contents (content_id, touch_time_us, bytes, model, "
-    "principal, slot) VALUES ($1, $2, $3, $4, $5, $6)";
-constexpr char kTouchStaged[] =
-    "UPDATE staged_contents SET touch_time_us = $1, bytes = bytes + $2 "
-    "WHERE content_id = $3 RETURNING content_id";
-constexpr char kEndStaged[] =
-    "DELETE FROM staged_contents WHERE content_id = $1 RETURNING content_id";
 // Pieces that no encoding has, and that nobody is to free.
 constexpr char kListLostEncodingPieces[] =
     "SELECT content_id, COUNT(*) FROM encoding_pieces "
@@ -564,13 +539,9 @@ class SqlEncodingWriter final : public EncodingWriter {
   ~SqlEncodingWriter() override {
     if (!is_staged_) return;
     const auto lose = [&](SqlConnection& connection) -> absl::Status {
-      {
-        const std::unique_ptr<SqlStatement> row =
-            connection.Prepare(kEndStaged);
-        row->BindInt(1, content_.id);
-        absl::StatusOr<bool> found = row->Step(kWhat);
-        if (!found.ok() || !*found) return found.status();
-      }
+      const absl::StatusOr<bool> found =
+          LoseStagedContent(connection, content_.id);
+      if (!found.ok() || !*found) return found.status();
       return LoseContent(connection, content_.id, kWhat);
     };
     // If not now, then the one who looks after what is staged does.
@@ -594,7 +565,10 @@ class SqlEncodingWriter final : public EncodingWriter {
           static_cast<int64_t>(scale_.size()) / layout_.scale_bytes;
       // Before any count, as all do.
       if (absl::Status s = connection.LockTensor(key_); !s.ok()) return s;
-      if (absl::Status s = EndStage(connection); !s.ok()) return s;
+      absl::Status ended = is_staged_
+                               ? EndStagedContent(connection, content_.id)
+                               : NewContent(connection);
+      if (!ended.ok()) return ended;
       if (!outer_scale_.empty()) {
         absl::Status status =
             Write(connection, -1 - outer_pieces_, outer_scale_);
@@ -651,14 +625,13 @@ class SqlEncodingWriter final : public EncodingWriter {
     const Content before = content_;
     const auto write = [&](SqlConnection& connection) -> absl::Status {
       content_ = before;
-      const auto size = static_cast<int64_t>(bytes.size());
-      absl::Status status = Stage(connection, size);
+      absl::Status status =
+          is_staged_ ? absl::OkStatus() : NewContent(connection);
       if (status.ok()) status = Write(connection, piece, bytes);
-      if (!status.ok()) return status;
-      // Of bytes alone: the row comes with Finish.
-      const WriteAccount& account = precondition_.account;
-      return CheckQuotas(connection, account, {true, account.principal, 0},
-                         size);
+      return status.ok() ? StageContent(connection, key_, precondition_.account,
+                                        content_.id, /*is_new=*/!is_staged_,
+                                        static_cast<int64_t>(bytes.size()))
+                         : status;
     };
     absl::Status status = database_->Write(write);
     if (!status.ok()) {
@@ -669,48 +642,10 @@ class SqlEncodingWriter final : public EncodingWriter {
     return status;
   }
 
-  // Says that so many bytes of the content are being written.
-  absl::Status Stage(SqlConnection& connection, int64_t bytes) {
-    const int64_t now_us = absl::ToUnixMicros(absl::Now());
-    if (is_staged_) {
-      const std::unique_ptr<SqlStatement> row =
-          connection.Prepare(kTouchStaged);
-      row->BindInt(1, now_us);
-      row->BindInt(2, bytes);
-      row->BindInt(3, content_.id);
-      return CheckStaged(row->Step(kWhat));
-    }
-    if (absl::Status s = NewContent(connection); !s.ok()) return s;
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kStage);
-    row->BindInt(1, content_.id);
-    row->BindInt(2, now_us);
-    row->BindInt(3, bytes);
-    row->BindText(4, key_.model);
-    row->BindText(5, precondition_.account.principal);
-    row->BindInt(6, SlotOf(key_.tensor));
-    return row->Step(kWhat).status();
-  }
-
-  // Says that the content is written.
-  absl::Status EndStage(SqlConnection& connection) {
-    if (!is_staged_) return NewContent(connection);
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kEndStaged);
-    row->BindInt(1, content_.id);
-    return CheckStaged(row->Step(kWhat));
-  }
-
   absl::Status NewContent(SqlConnection& connection) {
     absl::StatusOr<int64_t> id = connection.NextGeneration();
     if (id.ok()) content_.id = *id;
     return id.status();
-  }
-
-  // `found`  whether it is still staged.
-  static absl::Status CheckStaged(const absl::StatusOr<bool>& found) {
-    if (!found.ok() || *found) return found.status();
-    return core::StoreUnavailableError(
-        "cannot put an encoding: its pieces came too slowly and were freed; "
-        "write it again");
   }
 
   absl::Status Write(SqlConnection& connection, int64_t piece,
@@ -897,6 +832,14 @@ absl::StatusOr<bool> DeleteSets(SqlConnection& connection,
   return has_rows;
 }
 
+// Adds to what a model or a revision has.
+template <typename Entry>
+void AddSet(const CountedRowSet& set, Entry* entry) {
+  entry->error.Update(set.error);
+  (set.kind == RowKind::kEncodings ? entry->encoding_count
+                                   : entry->statistics_count) += set.usage.rows;
+}
+
 }  // namespace
 
 SqlEncodingStore::SqlEncodingStore(std::shared_ptr<SqlDatabase> database)
@@ -1055,7 +998,7 @@ absl::StatusOr<DeletedRows> SqlEncodingStore::DeleteRevision(
     status = connection.Announce();
     return status.ok() ? ChangeUsage(connection, model, change) : status;
   };
-  if (absl::Status s = database_->Write(remove); !s.ok()) return s;
+  if (absl::Status s = database_->WriteToFree(remove); !s.ok()) return s;
   return deleted;
 }
 
@@ -1092,7 +1035,7 @@ absl::StatusOr<DeletedRows> SqlEncodingStore::DeleteModel(
     status = connection.Announce();
     return status.ok() ? ChangeUsage(connection, model, change) : status;
   };
-  if (absl::Status s = database_->Write(remove); !s.ok()) return s;
+  if (absl::Status s = database_->WriteToFree(remove); !s.ok()) return s;
   return deleted;
 }
 
@@ -1125,7 +1068,7 @@ absl::Status SqlEncodingStore::Delete(const EncodingKey& key,
     absl::Status status = row->Step(kWhat).status();
     return status.ok() ? connection.Announce() : status;
   };
-  if (absl::Status s = database_->Write(remove); !s.ok()) return s;
+  if (absl::Status s = database_->WriteToFree(remove); !s.ok()) return s;
   UnassignEmptyRowSet(*database_, key.model, key.revision, RowKind::kEncodings);
   return absl::OkStatus();
 }
@@ -1280,20 +1223,22 @@ absl::StatusOr<std::vector<ModelListEntry>> SqlEncodingStore::ListModels(
     const NameRange& range, int limit) {
   std::vector<ModelListEntry> entries;
   if (limit <= 0) return entries;
-  const auto list = [&](SqlConnection& connection) -> absl::Status {
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kListModels);
-    row->BindText(1, range.after);
-    row->BindText(2, range.before.empty() ? kAfterNames : range.before);
-    row->BindInt(3, limit);
-    while (true) {
-      absl::StatusOr<bool> found = row->Step("cannot list models");
-      if (!found.ok()) return found.status();
-      if (!*found) return absl::OkStatus();
-      entries.push_back(
-          {std::string(row->Bytes(0)), row->Int(1), row->Int(2), row->Int(3)});
+  std::string revision;
+  const auto visit = [&](const CountedRowSet& set) {
+    const bool is_new = entries.empty() || entries.back().model != set.model;
+    if (is_new) {
+      if (entries.size() == static_cast<size_t>(limit)) return false;
+      entries.emplace_back().model = set.model;
     }
+    ModelListEntry& entry = entries.back();
+    entry.revision_count += is_new || revision != set.revision;
+    revision = set.revision;
+    AddSet(set, &entry);
+    return true;
   };
-  if (absl::Status s = database_->Read(list); !s.ok()) return s;
+  absl::Status status =
+      ListRowSets(*database_, {"", range.after, range.before}, visit);
+  if (!status.ok()) return status;
   return entries;
 }
 
@@ -1301,20 +1246,16 @@ absl::StatusOr<std::vector<RevisionListEntry>> SqlEncodingStore::ListRevisions(
     absl::string_view model, absl::string_view after, int limit) {
   std::vector<RevisionListEntry> entries;
   if (limit <= 0) return entries;
-  const auto list = [&](SqlConnection& connection) -> absl::Status {
-    const std::unique_ptr<SqlStatement> row =
-        connection.Prepare(kListEncodingRevisions);
-    row->BindText(1, model);
-    row->BindText(2, after);
-    row->BindInt(3, limit);
-    while (true) {
-      absl::StatusOr<bool> found = row->Step("cannot list revisions");
-      if (!found.ok()) return found.status();
-      if (!*found) return absl::OkStatus();
-      entries.push_back({std::string(row->Bytes(0)), row->Int(1), row->Int(2)});
+  const auto visit = [&](const CountedRowSet& set) {
+    if (entries.empty() || entries.back().revision != set.revision) {
+      if (entries.size() == static_cast<size_t>(limit)) return false;
+      entries.emplace_back().revision = set.revision;
     }
+    AddSet(set, &entries.back());
+    return true;
   };
-  if (absl::Status s = database_->Read(list); !s.ok()) return s;
+  absl::Status status = ListRowSets(*database_, {model, after, ""}, visit);
+  if (!status.ok()) return status;
   return entries;
 }
 

@@ -28,6 +28,7 @@
 #include "server/store/row_checksum.h"
 #include "server/store/row_sets.h"
 #include "server/store/sql_usage.h"
+#include "server/store/staged_contents.h"
 #include "server/store/statistics_pieces.h"
 #include "server/wire/names.h"
 #include "server/wire/statistics_proto.h"
@@ -38,7 +39,8 @@ namespace {
 // What ReadHead reads.
 #define QUANTD_ROW_COLUMNS                                               \
   "statistics.source, statistics.sequence, update_time_us, size_bytes, " \
-  "mantissa_bits, block_size, shape, body_checksum, statistics.checksum"
+  "mantissa_bits, block_size, shape, body_checksum, "                    \
+  "statistics.checksum, incarnation"
 // Pieces below kMomentsPiece are of histograms; that one has the moments.
 // kFirstGramPiece is the head of the Gram matrix, and those behind it are its
 // sums.
@@ -67,8 +69,8 @@ constexpr char kSelectBody[] =
     "SELECT averages, body FROM statistics " QUANTD_OF_SOURCE;
 // Of a tensor.
 constexpr char kSelectSources[] =
-    "SELECT source FROM statistics WHERE set_id = " QUANTD_STATISTICS_SET
-    " AND tensor = $3 ORDER BY source";
+    "SELECT source, incarnation FROM statistics "
+    "WHERE set_id = " QUANTD_STATISTICS_SET " AND tensor = $3 ORDER BY source";
 // A row per piece of a source, of its Gram matrix the first; the large columns
 // of the source, and the size of its Gram matrix, with the first.
 constexpr char kSelectAll[] =
@@ -150,10 +152,11 @@ constexpr char kSelectChecksum[] =
 constexpr char kUpsertStatistics[] =
     "INSERT INTO statistics (set_id, tensor, source, "
     "sequence, update_time_us, size_bytes, mantissa_bits, block_size, shape, "
-    "body_checksum, checksum, averages, body, principal, slot, charged_bytes) "
+    "body_checksum, checksum, averages, body, principal, slot, charged_bytes, "
+    "incarnation) "
     "VALUES (" QUANTD_STATISTICS_SET
     ", $3, $4, $5, $6, $7, $8, $9, $10, $11, "
-    "$12, $13, $14, $15, $16, $17) "
+    "$12, $13, $14, $15, $16, $17, $18) "
     "ON CONFLICT (set_id, tensor, source) DO UPDATE SET "
     "sequence = excluded.sequence, update_time_us = excluded.update_time_us, "
     "size_bytes = excluded.size_bytes, "
@@ -161,7 +164,8 @@ constexpr char kUpsertStatistics[] =
     "block_size = excluded.block_size, shape = excluded.shape, "
     "body_checksum = excluded.body_checksum, checksum = excluded.checksum, "
     "averages = excluded.averages, body = excluded.body, "
-    "principal = excluded.principal, charged_bytes = excluded.charged_bytes";
+    "principal = excluded.principal, charged_bytes = excluded.charged_bytes, "
+    "incarnation = excluded.incarnation";
 // All rows of the next tensors.
 constexpr char kList[] =
     "SELECT " QUANTD_ROW_COLUMNS
@@ -229,6 +233,8 @@ struct StatisticsRowHead {
   std::vector<int64_t> shape;
   // Of averages, body and pieces.
   uint64_t body_checksum = 0;
+  // The same for all contributions; another one once the source was deleted.
+  int64_t incarnation = 0;
 };
 
 // Plain numbers in the order of this machine's bytes, which is that of all
@@ -251,8 +257,12 @@ std::vector<T> Unpack(absl::string_view bytes) {
 uint64_t StatisticsHeadChecksum(const EncodingKey& key,
                                 const StatisticsRowHead& head) {
   const std::vector<int64_t> numbers = {
-      head.sequence, head.update_time_us, head.size_bytes, head.mantissa_bits,
-      static_cast<int64_t>(head.body_checksum)};
+      head.sequence,
+      head.update_time_us,
+      head.size_bytes,
+      head.mantissa_bits,
+      static_cast<int64_t>(head.body_checksum),
+      head.incarnation};
   return RowChecksum::Of({key.model, key.revision, key.tensor, head.source,
                           Pack(numbers), Pack(head.block_size),
                           Pack(head.shape)});
@@ -281,6 +291,7 @@ absl::StatusOr<StatisticsRowHead> ReadHead(const EncodingKey& key,
   head.block_size = Unpack<int64_t>(row.Bytes(5));
   head.shape = Unpack<int64_t>(row.Bytes(6));
   head.body_checksum = static_cast<uint64_t>(row.Int(7));
+  head.incarnation = row.Int(9);
   if (static_cast<uint64_t>(row.Int(8)) != StatisticsHeadChecksum(key, head)) {
     return SourceCorruptError(key, head.source, "fail their checksum");
   }
@@ -299,20 +310,20 @@ class SourceReader {
   // Errors: STORE_CORRUPT.
   absl::Status Add(const SqlStatement& row) {
     if (!checksum_.has_value()) {
-      averages_ = Unpack<core::Extremes>(row.Bytes(9));
-      checksum_.emplace(row.Bytes(9), row.Bytes(10));
-      if (absl::Status s = Append(row.Bytes(10)); !s.ok()) return s;
+      averages_ = Unpack<core::Extremes>(row.Bytes(10));
+      checksum_.emplace(row.Bytes(10), row.Bytes(11));
+      if (absl::Status s = Append(row.Bytes(11)); !s.ok()) return s;
     }
-    const int64_t piece = row.Int(11);
+    const int64_t piece = row.Int(12);
     if (piece < 0) return absl::OkStatus();
-    const auto checksum = static_cast<uint64_t>(row.Int(12));
+    const auto checksum = static_cast<uint64_t>(row.Int(13));
     if (checksum != PieceChecksum({key_, head_.source, head_.sequence}, piece,
-                                  row.Bytes(13))) {
+                                  row.Bytes(14))) {
       return Corrupt("fail their checksum");
     }
     checksum_->AddPiece(checksum);
     if (piece >= kMomentsPiece) return absl::OkStatus();
-    return Append(row.Bytes(13));
+    return Append(row.Bytes(14));
   }
 
   // After the last row.
@@ -487,6 +498,8 @@ struct Attempt {
   // was there, if any.
   int64_t set_id = 0;
   absl::optional<uint64_t> row_checksum;
+  // What the steps have counted, see staged_contents.h; 0 for nothing.
+  int64_t staged_id = 0;
   // Nothing is left to write.
   bool is_done = false;
 };
@@ -516,9 +529,9 @@ class Merger {
       return head->sequence;
     }
     before_checksum_ = static_cast<uint64_t>(row->Int(8));
-    stored_bytes_ = row->Int(9) + row->Int(10);
-    had_gram_ = row->Int(11) > 0;
-    moments_bytes_before_ = row->Int(12);
+    stored_bytes_ = row->Int(10) + row->Int(11);
+    had_gram_ = row->Int(12) > 0;
+    moments_bytes_before_ = row->Int(13);
     before_ = *std::move(head);
     return absl::nullopt;
   }
@@ -545,7 +558,7 @@ class Merger {
     if (!begun.ok() || !*begun) return begun;
     absl::StatusOr<bool> written = true;
     if (attempt_.writer.has_steps()) {
-      absl::Status status = attempt_.writer.Step(&connection_);
+      absl::Status status = WriteStep();
       if (!status.ok()) written = status;
     } else {
       written = before_.has_value() ? WriteMerged(limit_bytes)
@@ -588,6 +601,23 @@ class Merger {
     if (status.ok() && attempt_.writer.has_steps()) status = CheckOthers();
     if (!status.ok()) return status;
     return true;
+  }
+
+  // A matrix that takes the place of another one, which it is as large as,
+  // counts for nobody.
+  absl::Status WriteStep() {
+    const int64_t bytes_before = attempt_.writer.size_bytes();
+    absl::Status status = attempt_.writer.Step(&connection_);
+    if (!status.ok() || had_gram_) return status;
+    const bool is_new = attempt_.staged_id == 0;
+    if (is_new) {
+      const absl::StatusOr<int64_t> id = connection_.NextGeneration();
+      if (!id.ok()) return id.status();
+      attempt_.staged_id = *id;
+    }
+    return StageContent(connection_, key_.tensor, key_.account,
+                        attempt_.staged_id, is_new,
+                        attempt_.writer.size_bytes() - bytes_before);
   }
 
   static constexpr absl::string_view kWhat = "cannot contribute statistics";
@@ -806,12 +836,23 @@ class Merger {
     head.block_size = part_.block_size;
     head.shape = shape;
     head.body_checksum = checksum.Get();
+    if (before_.has_value()) {
+      head.incarnation = before_->incarnation;
+    } else {
+      const absl::StatusOr<int64_t> incarnation = connection_.NextGeneration();
+      if (!incarnation.ok()) return incarnation.status();
+      head.incarnation = *incarnation;
+    }
     if (head.size_bytes > limit_bytes) {
       return core::StatisticsTooLargeError(
           limit_bytes, head.size_bytes,
           "contribute with a coarser granularity or fewer mantissa bits");
     }
     head.size_bytes += feature_bytes_;
+    if (attempt_.staged_id != 0) {
+      status = EndStagedContent(connection_, attempt_.staged_id);
+      if (!status.ok()) return status;
+    }
     const WriteAccount& account = key_.account;
     ReplacedRow replaced;
     if (!account.quotas.empty()) {
@@ -844,6 +885,7 @@ class Merger {
       row->BindText(15, account.principal);
       row->BindInt(16, SlotOf(key_.tensor.tensor));
       row->BindInt(17, charged_bytes);
+      row->BindInt(18, head.incarnation);
       if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
     }
     // As long as it takes to write them, it takes to free the sums before.
@@ -952,7 +994,9 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
         return write(connection, &attempt);
       });
     } while (status.ok() && !attempt.is_done);
-    if (attempt.writer.is_staged()) FreeStaged(key, attempt.set_id);
+    if (attempt.writer.is_staged()) {
+      FreeStaged(key, attempt.set_id, attempt.staged_id);
+    }
   } while (status == overtaken);
   if (!status.ok()) {
     // What was refused leaves no set behind that nobody is charged for.
@@ -963,8 +1007,8 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
   return outcome;
 }
 
-void SqlStatisticsStore::FreeStaged(const ContributionKey& key,
-                                    int64_t set_id) {
+void SqlStatisticsStore::FreeStaged(const ContributionKey& key, int64_t set_id,
+                                    int64_t staged_id) {
   const SourceVersion version{key.tensor, key.source,
                               static_cast<int64_t>(key.sequence), set_id};
   absl::StatusOr<int> count = 0;
@@ -974,7 +1018,8 @@ void SqlStatisticsStore::FreeStaged(const ContributionKey& key,
     if (!status.ok()) return status;
     count = FreeStatisticsPieces(&connection, set_id, key.tensor.tensor,
                                  key.source, absl::InfinitePast());
-    return count.status();
+    return count.ok() ? LoseStagedContent(connection, staged_id).status()
+                      : count.status();
   };
   // If not now, then StoreKeeper does.
   do {
@@ -984,48 +1029,67 @@ void SqlStatisticsStore::FreeStaged(const ContributionKey& key,
 
 absl::Status SqlStatisticsStore::ForEachSource(
     const EncodingKey& key, absl::string_view only,
-    absl::FunctionRef<absl::StatusOr<bool>(SqlConnection&,
-                                           const std::string& source)>
+    absl::FunctionRef<void()> begin,
+    absl::FunctionRef<absl::StatusOr<absl::optional<int64_t>>(
+        SqlConnection&, const std::string& source)>
         read) {
-  std::vector<std::string> sources;
-  const auto list = [&](SqlConnection& connection) -> absl::Status {
-    const std::unique_ptr<SqlStatement> row =
-        connection.Prepare(kSelectSources);
-    row->BindKey(key);
-    sources.clear();
-    while (true) {
-      absl::StatusOr<bool> found = row->Step("cannot read statistics");
-      if (!found.ok()) return found.status();
-      if (!*found) return absl::OkStatus();
-      sources.emplace_back(row->Bytes(0));
-    }
+  // With their incarnations.
+  using Sources = std::vector<std::pair<std::string, int64_t>>;
+  const auto list = [&](Sources* sources) {
+    return database_->Read([&](SqlConnection& connection) -> absl::Status {
+      const std::unique_ptr<SqlStatement> row =
+          connection.Prepare(kSelectSources);
+      row->BindKey(key);
+      sources->clear();
+      while (true) {
+        absl::StatusOr<bool> found = row->Step("cannot read statistics");
+        if (!found.ok()) return found.status();
+        if (!*found) return absl::OkStatus();
+        sources->emplace_back(row->Bytes(0), row->Int(1));
+      }
+    });
+  };
+  absl::StatusOr<absl::optional<int64_t>> incarnation;
+  const auto read_one = [&](const std::string& source) {
+    return database_->Read([&](SqlConnection& connection) {
+      incarnation = read(connection, source);
+      return incarnation.status();
+    });
+  };
+  const auto none = [&] {
+    return database_->Read([&](SqlConnection& connection) {
+      return NoSuchStatistics(connection, key);
+    });
   };
   if (!only.empty()) {
-    sources.emplace_back(only);
-  } else if (absl::Status s = database_->Read(list); !s.ok()) {
-    return s;
+    begin();
+    if (absl::Status s = read_one(std::string(only)); !s.ok()) return s;
+    return incarnation->has_value() ? absl::OkStatus() : none();
   }
-  std::vector<std::string> there;
-  for (const std::string& source : sources) {
-    const auto read_one = [&](SqlConnection& connection) -> absl::Status {
-      const absl::StatusOr<bool> found = read(connection, source);
-      if (found.ok() && *found) there.push_back(source);
-      return found.status();
-    };
-    if (absl::Status s = database_->Read(read_one); !s.ok()) return s;
+  // Nobody but who deletes has it read again.
+  while (true) {
+    Sources sources, there;
+    if (absl::Status s = list(&sources); !s.ok()) return s;
+    if (sources.empty()) return none();
+    begin();
+    bool is_whole = true;
+    for (const auto& [source, listed] : sources) {
+      if (absl::Status s = read_one(source); !s.ok()) return s;
+      if (!incarnation->has_value()) continue;
+      // It was deleted, perhaps with those that were read, and came back.
+      is_whole = **incarnation == listed;
+      if (!is_whole) break;
+      there.emplace_back(source, listed);
+    }
+    if (is_whole && there.size() < sources.size()) {
+      // Some were deleted: by themselves, or with those that were read.
+      if (absl::Status s = list(&sources); !s.ok()) return s;
+      is_whole = !there.empty() && absl::c_all_of(there, [&](const auto& read) {
+        return absl::c_linear_search(sources, read);
+      });
+    }
+    if (is_whole) return absl::OkStatus();
   }
-  bool is_whole = !there.empty();
-  if (is_whole && there.size() < sources.size()) {
-    // Some were deleted meanwhile: by themselves, or with those that were read.
-    if (absl::Status s = database_->Read(list); !s.ok()) return s;
-    is_whole = absl::c_all_of(there, [&](const std::string& source) {
-      return absl::c_linear_search(sources, source);
-    });
-  }
-  if (is_whole) return absl::OkStatus();
-  return database_->Read([&](SqlConnection& connection) {
-    return NoSuchStatistics(connection, key);
-  });
 }
 
 absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadStatistics(
@@ -1041,8 +1105,8 @@ absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadSources(
   // source, and in the merged one, which may not have had it.
   constexpr int64_t kMemoryPerStoredByte = 8;
   StoredStatistics stored;
-  const auto read = [&](SqlConnection& connection,
-                        const std::string& source) -> absl::StatusOr<bool> {
+  const auto read = [&](SqlConnection& connection, const std::string& source)
+      -> absl::StatusOr<absl::optional<int64_t>> {
     const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectAll);
     row->BindKey(key);
     row->BindText(4, source);
@@ -1056,19 +1120,20 @@ absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadSources(
         if (!head.ok()) return head.status();
         absl::Status proceeds =
             proceed(stored.state.statistics.memory_bytes() +
-                    kMemoryPerStoredByte * (head->size_bytes - row->Int(14)));
+                    kMemoryPerStoredByte * (head->size_bytes - row->Int(15)));
         if (!proceeds.ok()) return proceeds;
-        stored.gram_size_bytes += row->Int(14);
+        stored.gram_size_bytes += row->Int(15);
         reader.emplace(key, *std::move(head));
       }
       if (absl::Status s = reader->Add(*row); !s.ok()) return s;
     }
-    if (!reader.has_value()) return false;
+    if (!reader.has_value()) return absl::nullopt;
     absl::Status status = AddSource(&*reader, &stored);
     if (!status.ok()) return status;
-    return true;
+    return reader->head().incarnation;
   };
-  if (absl::Status s = ForEachSource(key, only, read); !s.ok()) return s;
+  const auto begin = [&] { stored = {}; };
+  if (absl::Status s = ForEachSource(key, only, begin, read); !s.ok()) return s;
   return stored;
 }
 
@@ -1084,33 +1149,34 @@ absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGrams(
   // The sums, and the state that is made of them.
   constexpr int64_t kCopies = 2;
   absl::optional<core::GramState::Parts> whole;
-  const auto read = [&](SqlConnection& connection,
-                        const std::string& source) -> absl::StatusOr<bool> {
+  const auto read = [&](SqlConnection& connection, const std::string& source)
+      -> absl::StatusOr<absl::optional<int64_t>> {
     const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectGram);
     row->BindKey(key);
     row->BindText(4, source);
     absl::optional<GramAssembler> assembler;
-    bool is_there = false;
+    absl::optional<int64_t> incarnation;
     while (true) {
       absl::StatusOr<bool> found = row->Step("cannot read a Gram matrix");
       if (!found.ok()) return found.status();
       if (!*found) break;
-      const bool is_first = !std::exchange(is_there, true);
-      const int64_t piece = row->Int(9);
+      const bool is_first = !incarnation.has_value();
+      const int64_t piece = row->Int(10);
       if (is_first) {
         absl::StatusOr<StatisticsRowHead> head = ReadHead(key, *row);
         if (!head.ok()) return head.status();
+        incarnation = head->incarnation;
         if (piece < 0) {
           // It had more, such as a Gram matrix.
-          if (head->size_bytes != row->Int(12)) {
+          if (head->size_bytes != row->Int(13)) {
             return SourceCorruptError(key, source, "lack pieces");
           }
-          return true;
+          return incarnation;
         }
         assembler.emplace(SourceVersion{key, source, head->sequence});
       }
       absl::StatusOr<absl::Span<const int64_t>> sums = assembler->Add(
-          piece, static_cast<uint64_t>(row->Int(10)), row->Bytes(11));
+          piece, static_cast<uint64_t>(row->Int(11)), row->Bytes(12));
       if (!sums.ok()) return sums.status();
       if (is_first) {
         absl::Status status =
@@ -1129,9 +1195,10 @@ absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGrams(
     if (assembler.has_value()) {
       if (absl::Status s = assembler->Finish(); !s.ok()) return s;
     }
-    return is_there;
+    return incarnation;
   };
-  if (absl::Status s = ForEachSource(key, only, read); !s.ok()) return s;
+  const auto begin = [&] { whole.reset(); };
+  if (absl::Status s = ForEachSource(key, only, begin, read); !s.ok()) return s;
   if (!whole.has_value()) return absl::optional<core::GramState>();
   absl::StatusOr<core::GramState> gram =
       core::GramState::FromParts(*std::move(whole));
@@ -1170,32 +1237,35 @@ SqlStatisticsStore::ReadMomentsOf(
     const EncodingKey& key, absl::string_view only,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   absl::optional<core::AxisMoments> whole;
-  const auto read = [&](SqlConnection& connection,
-                        const std::string& source) -> absl::StatusOr<bool> {
+  const auto read = [&](SqlConnection& connection, const std::string& source)
+      -> absl::StatusOr<absl::optional<int64_t>> {
     const std::unique_ptr<SqlStatement> row =
         connection.Prepare(kSelectMoments);
     row->BindKey(key);
     row->BindText(4, source);
     absl::StatusOr<bool> found = row->Step("cannot read moments");
-    if (!found.ok() || !*found || row->Int(9) < 0) return found;
+    if (!found.ok()) return found.status();
+    if (!*found) return absl::nullopt;
     const absl::StatusOr<StatisticsRowHead> head = ReadHead(key, *row);
     if (!head.ok()) return head.status();
+    if (row->Int(10) < 0) return head->incarnation;
     absl::StatusOr<core::AxisMoments> part = ReadMomentsPiece(
-        {key, source, head->sequence}, static_cast<uint64_t>(row->Int(10)),
-        row->Bytes(11), proceed);
+        {key, source, head->sequence}, static_cast<uint64_t>(row->Int(11)),
+        row->Bytes(12), proceed);
     if (!part.ok()) return part.status();
     if (!whole.has_value()) {
       whole = *std::move(part);
-      return true;
+      return head->incarnation;
     }
     absl::Status status = core::MergeMoments(*part, &*whole);
     // They were checked when they were written.
     if (!status.ok()) {
       return SourceCorruptError(key, source, status.message());
     }
-    return true;
+    return head->incarnation;
   };
-  if (absl::Status s = ForEachSource(key, only, read); !s.ok()) return s;
+  const auto begin = [&] { whole.reset(); };
+  if (absl::Status s = ForEachSource(key, only, begin, read); !s.ok()) return s;
   return whole;
 }
 
@@ -1221,8 +1291,8 @@ SqlStatisticsStore::ListStatistics(absl::string_view model,
       absl::StatusOr<bool> found = row->Step("cannot list statistics");
       if (!found.ok()) return found.status();
       if (!*found) return absl::OkStatus();
-      if (entries.empty() || entries.back().tensor != row->Bytes(9)) {
-        key.tensor = std::string(row->Bytes(9));
+      if (entries.empty() || entries.back().tensor != row->Bytes(10)) {
+        key.tensor = std::string(row->Bytes(10));
         entries.emplace_back().tensor = key.tensor;
       }
       StatisticsListEntry& entry = entries.back();
@@ -1233,7 +1303,7 @@ SqlStatisticsStore::ListStatistics(absl::string_view model,
       }
       ++entry.source_count;
       entry.size_bytes += head->size_bytes;
-      entry.gram_size_bytes += row->Int(10);
+      entry.gram_size_bytes += row->Int(11);
       const absl::Time time = absl::FromUnixMicros(head->update_time_us);
       entry.update_time =
           entry.source_count == 1 ? time : std::max(entry.update_time, time);
@@ -1273,14 +1343,16 @@ SqlStatisticsStore::ListStatistics(absl::string_view model,
     return list(connection, std::string(after), limit);
   });
   if (absl::IsDataLoss(status)) status = database_->Read(list_one_by_one);
-  if (status.ok() && entries.empty()) {
-    // Unless it is not known which ones there are.
-    status = database_->Read([&](SqlConnection& connection) {
-      return FindRowSet(connection, model, revision, RowKind::kStatistics)
-          .status();
-    });
-  }
   if (!status.ok()) return status;
+  status = database_->Read([&](SqlConnection& connection) {
+    return FindRowSet(connection, model, revision, RowKind::kStatistics)
+        .status();
+  });
+  if (status.ok()) return entries;
+  // It is not known which ones there are; those of another set tell that they
+  // are not of this one.
+  if (!absl::IsDataLoss(status) || entries.empty()) return status;
+  for (StatisticsListEntry& entry : entries) entry.error.Update(status);
   return entries;
 }
 
@@ -1387,7 +1459,7 @@ absl::Status SqlStatisticsStore::Delete(
     if (!found.ok()) return found.status();
     return *found ? absl::OkStatus() : NoSuchStatistics(connection, key);
   };
-  if (absl::Status s = database_->Write(remove); !s.ok()) return s;
+  if (absl::Status s = database_->WriteToFree(remove); !s.ok()) return s;
   UnassignEmptyRowSet(*database_, key.model, key.revision,
                       RowKind::kStatistics);
   return absl::OkStatus();

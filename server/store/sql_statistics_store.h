@@ -63,14 +63,17 @@ class SqlStatisticsStore : public StatisticsStore {
 
  private:
   // Has each source of a tensor read, or unless that is empty the only one, in
-  // a transaction of its own: nobody waits for all of them. `read` answers
-  // whether it is there.
-  // Errors: STATISTICS_NOT_FOUND for none, or if those of the tensor are
-  // deleted meanwhile; those of `read`, STORE_UNAVAILABLE.
-  absl::Status ForEachSource(const EncodingKey& key, absl::string_view only,
-                             absl::FunctionRef<absl::StatusOr<bool>(
-                                 SqlConnection&, const std::string& source)>
-                                 read);
+  // a transaction of its own: nobody waits for all of them. `begin` comes
+  // first, and again with all sources where some were deleted and came back
+  // meanwhile. `read` answers the incarnation of what it read; none if the
+  // source is not there.
+  // Errors: STATISTICS_NOT_FOUND for none; those of `read`, STORE_UNAVAILABLE.
+  absl::Status ForEachSource(
+      const EncodingKey& key, absl::string_view only,
+      absl::FunctionRef<void()> begin,
+      absl::FunctionRef<absl::StatusOr<absl::optional<int64_t>>(
+          SqlConnection&, const std::string& source)>
+          read);
   // Of all sources, or unless that is empty of the only one.
   absl::StatusOr<StoredStatistics> ReadSources(
       const EncodingKey& key, absl::string_view only,
@@ -84,7 +87,8 @@ class SqlStatisticsStore : public StatisticsStore {
 
   // In transactions of its own: frees what a contribution that took steps has
   // replaced, or what it wrote in vain.
-  void FreeStaged(const ContributionKey& key, int64_t set_id);
+  void FreeStaged(const ContributionKey& key, int64_t set_id,
+                  int64_t staged_id);
 
   // Of all sources, or unless it is empty of one; `check` may refuse it.
   absl::Status Delete(const EncodingKey& key, absl::string_view source,

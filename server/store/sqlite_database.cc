@@ -1,5 +1,7 @@
 #include "server/store/sqlite_database.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <filesystem>
@@ -12,6 +14,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
@@ -52,10 +55,16 @@ constexpr int64_t kIncremental = 2;
 // until none is.
 constexpr int64_t kKeptFreePages = 256;
 constexpr int64_t kKeptFreePart = 32;
+// What deleting and a step of Shrink take of the disk, with what the log holds
+// before that.
+constexpr int64_t kReservedBytes = int64_t{32} << 20;
+// In the status of what failed because the disk is full.
+constexpr char kDiskFull[] = "quantd/disk_full";
 constexpr char kSqlitePing[] = "SELECT last FROM generations WHERE id = 0";
 
 // They count what is in a table of rows, in the transaction of the change. Rows
-// that move to another set are counted by who moves them.
+// that move to another set are counted by who moves them, and fire nothing:
+// that halves the time for which others wait.
 std::string CountTriggers(absl::string_view table) {
   return absl::StrReplaceAll(
       R"sql(
@@ -63,13 +72,15 @@ std::string CountTriggers(absl::string_view table) {
         INSERT INTO count_changes VALUES (NEW.set_id, NEW.principal, NEW.slot,
           1, NEW.charged_bytes, NEW.update_time_us);
       END;
-      CREATE TRIGGER $TABLE_update AFTER UPDATE ON $TABLE
-      WHEN OLD.set_id = NEW.set_id AND OLD.principal = NEW.principal BEGIN
+      CREATE TRIGGER $TABLE_update
+      AFTER UPDATE OF principal, charged_bytes ON $TABLE
+      WHEN OLD.principal = NEW.principal BEGIN
         INSERT INTO count_changes VALUES (NEW.set_id, NEW.principal, NEW.slot,
           0, NEW.charged_bytes - OLD.charged_bytes, NEW.update_time_us);
       END;
-      CREATE TRIGGER $TABLE_hand_over AFTER UPDATE ON $TABLE
-      WHEN OLD.set_id = NEW.set_id AND OLD.principal <> NEW.principal BEGIN
+      CREATE TRIGGER $TABLE_hand_over
+      AFTER UPDATE OF principal, charged_bytes ON $TABLE
+      WHEN OLD.principal <> NEW.principal BEGIN
         INSERT INTO count_changes VALUES (NEW.set_id, NEW.principal, NEW.slot,
           1, NEW.charged_bytes, NEW.update_time_us);
         INSERT INTO count_changes VALUES (OLD.set_id, OLD.principal, OLD.slot,
@@ -153,7 +164,8 @@ std::string Schema() {
       WHEN OLD.content_id <> 0 BEGIN
         INSERT OR IGNORE INTO lost_contents VALUES (OLD.content_id);
       END;
-      CREATE TRIGGER encodings_lose_replaced AFTER UPDATE ON encodings
+      CREATE TRIGGER encodings_lose_replaced
+      AFTER UPDATE OF content_id ON encodings
       WHEN OLD.content_id <> 0 AND OLD.content_id <> NEW.content_id BEGIN
         INSERT OR IGNORE INTO lost_contents VALUES (OLD.content_id);
       END;
@@ -164,6 +176,7 @@ std::string Schema() {
         source TEXT NOT NULL,
         sequence INTEGER NOT NULL,
         update_time_us INTEGER NOT NULL,
+        incarnation INTEGER NOT NULL,
         size_bytes INTEGER NOT NULL,
         mantissa_bits INTEGER NOT NULL,
         block_size BLOB NOT NULL,
@@ -292,6 +305,16 @@ std::string Schema() {
       CountTriggers("encodings"), CountTriggers("statistics"));
 }
 
+absl::Status DiskFullError(absl::string_view what, absl::string_view detail) {
+  absl::Status status = core::StoreUnavailableError(
+      absl::StrCat(what,
+                   ": the disk of the store is full; free space on it, or "
+                   "delete from the store"),
+      detail);
+  status.SetPayload(kDiskFull, absl::Cord());
+  return status;
+}
+
 absl::Status SqliteError(absl::string_view what, int code,
                          absl::string_view message) {
   const std::string detail = absl::StrCat(message, " (SQLite ", code, ")");
@@ -301,11 +324,7 @@ absl::Status SqliteError(absl::string_view what, int code,
       return core::StoreCorruptError(
           absl::StrCat(what, ": the database file is damaged"), detail);
     case SQLITE_FULL:
-      return core::StoreUnavailableError(
-          absl::StrCat(what,
-                       ": the disk of the store is full; free space on it, "
-                       "which deleting from the store needs too"),
-          detail);
+      return DiskFullError(what, detail);
     default:
       return core::StoreUnavailableError(
           absl::StrCat(what, ": the database fails"), detail);
@@ -563,13 +582,16 @@ absl::StatusOr<std::shared_ptr<SqliteDatabase>> SqliteDatabase::Open(
     readers.push_back(*std::move(reader));
   }
   return std::shared_ptr<SqliteDatabase>(
-      new SqliteDatabase(*std::move(writer), std::move(readers)));
+      new SqliteDatabase(absolute, *std::move(writer), std::move(readers)));
 }
 
 SqliteDatabase::SqliteDatabase(
-    std::unique_ptr<SqliteConnection> writer,
+    const std::string& path, std::unique_ptr<SqliteConnection> writer,
     std::vector<std::unique_ptr<SqliteConnection>> readers)
-    : writer_(std::move(writer)), readers_(std::move(readers)) {
+    : writer_(std::move(writer)),
+      reserve_path_(absl::StrCat(path, "-reserve")),
+      has_reserve_(ReserveSpace(reserve_path_, kReservedBytes)),
+      readers_(std::move(readers)) {
   absl::MutexLock lock(&read_mutex_);
   for (const std::unique_ptr<SqliteConnection>& reader : readers_) {
     idle_readers_.push_back(reader.get());
@@ -596,8 +618,7 @@ absl::Status SqliteDatabase::Read(
   return body(*connection);
 }
 
-absl::Status SqliteDatabase::Write(
-    absl::FunctionRef<absl::Status(SqlConnection&)> body) {
+absl::Status SqliteDatabase::InTurn(absl::FunctionRef<absl::Status()> write) {
   const int64_t turn = next_turn_++;
   const auto is_our_turn = [this, turn] {
     write_mutex_.AssertHeld();
@@ -608,10 +629,27 @@ absl::Status SqliteDatabase::Write(
     write_mutex_.AssertHeld();
     ++turn_;
   };
-  return WriteLocked(body);
+  return write();
 }
 
-absl::Status SqliteDatabase::WriteLocked(
+absl::Status SqliteDatabase::Write(
+    absl::FunctionRef<absl::Status(SqlConnection&)> body) {
+  return InTurn([&] {
+    write_mutex_.AssertHeld();
+    return WriteLocked(body);
+  });
+}
+
+absl::Status SqliteDatabase::WriteToFree(
+    absl::FunctionRef<absl::Status(SqlConnection&)> body) {
+  return InTurn([&] {
+    write_mutex_.AssertHeld();
+    absl::Status status = Transact(body);
+    return UseReserve(status) ? Transact(body) : status;
+  });
+}
+
+absl::Status SqliteDatabase::Transact(
     absl::FunctionRef<absl::Status(SqlConnection&)> body) {
   if (absl::Status status = writer_->Run(kSqliteBegin); !status.ok())
     return status;
@@ -624,6 +662,28 @@ absl::Status SqliteDatabase::WriteLocked(
   if (status.ok()) status = writer_->Run(kSqliteCommit);
   if (status.ok()) std::move(roll_back).Cancel();
   return status;
+}
+
+absl::Status SqliteDatabase::WriteLocked(
+    absl::FunctionRef<absl::Status(SqlConnection&)> body) {
+  // What is left is for deleting.
+  if (!RestoreReserve()) return DiskFullError("cannot use the store", "");
+  return Transact(body);
+}
+
+bool SqliteDatabase::UseReserve(const absl::Status& status) {
+  if (!has_reserve_ || !status.GetPayload(kDiskFull).has_value()) return false;
+  unlink(reserve_path_.c_str());
+  has_reserve_ = false;
+  reserve_is_used_ = true;
+  return true;
+}
+
+bool SqliteDatabase::RestoreReserve() {
+  if (!reserve_is_used_) return true;
+  has_reserve_ = ReserveSpace(reserve_path_, kReservedBytes);
+  reserve_is_used_ = !has_reserve_;
+  return has_reserve_;
 }
 
 absl::Status SqliteDatabase::WriteNow(
@@ -694,6 +754,9 @@ absl::StatusOr<bool> SqliteDatabase::Shrink() {
   }
   writer_->SetBusyTimeout(0);
   absl::StatusOr<bool> is_more = ShrinkLocked();
+  if (UseReserve(is_more.status())) is_more = ShrinkLocked();
+  // Where there is nothing more to free.
+  if (is_more.ok() && !*is_more) RestoreReserve();
   writer_->SetBusyTimeout(kBusyTimeoutMs);
   write_mutex_.Unlock();
   return is_more;

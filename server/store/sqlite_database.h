@@ -26,7 +26,7 @@
 namespace quantd::server {
 
 // Of the tables, in PRAGMA user_version.
-constexpr int kSqliteSchemaVersion = 7;
+constexpr int kSqliteSchemaVersion = 8;
 
 // One SQLite handle with its prepared statements. Not thread-safe.
 class SqliteConnection : public SqlConnection {
@@ -89,8 +89,10 @@ class SqliteConnection : public SqlConnection {
 };
 
 // WAL and synchronous=FULL: a commit is on disk when it returns. Several
-// processes may open one file. Thread-safe: reads run side by side, writes one
-// after another.
+// processes may open one file. To delete takes some of the disk, too, before it
+// gives any back: a file beside the store keeps as much, and makes place for it
+// on a full disk; until there is room for that file again, nothing else is
+// written. Thread-safe: reads run side by side, writes one after another.
 class SqliteDatabase : public SqlDatabase {
  public:
   // Creates the file, for its owner alone, and its directory when only the last
@@ -106,6 +108,8 @@ class SqliteDatabase : public SqlDatabase {
       override ABSL_LOCKS_EXCLUDED(write_mutex_);
   absl::Status WriteNow(absl::FunctionRef<absl::Status(SqlConnection&)> body)
       override ABSL_LOCKS_EXCLUDED(write_mutex_);
+  absl::Status WriteToFree(absl::FunctionRef<absl::Status(SqlConnection&)> body)
+      override ABSL_LOCKS_EXCLUDED(write_mutex_);
   absl::Status CheckFile(
       absl::FunctionRef<void(absl::string_view line)> tell) override;
   absl::StatusOr<DatabaseSize> Size() override;
@@ -117,13 +121,26 @@ class SqliteDatabase : public SqlDatabase {
       ABSL_LOCKS_EXCLUDED(write_mutex_);
 
  private:
-  SqliteDatabase(std::unique_ptr<SqliteConnection> writer,
+  // `path`  of the file.
+  SqliteDatabase(const std::string& path,
+                 std::unique_ptr<SqliteConnection> writer,
                  std::vector<std::unique_ptr<SqliteConnection>> readers);
 
+  // Calls `write` with the mutex, when those before have had their turn.
+  absl::Status InTurn(absl::FunctionRef<absl::Status()> write)
+      ABSL_LOCKS_EXCLUDED(write_mutex_);
   absl::StatusOr<bool> ShrinkLocked()
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
+  absl::Status Transact(absl::FunctionRef<absl::Status(SqlConnection&)> body)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
   absl::Status WriteLocked(absl::FunctionRef<absl::Status(SqlConnection&)> body)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
+  // Takes the reserved file away if there is no other room for what failed
+  // with `status`; then it may be tried again.
+  bool UseReserve(const absl::Status& status)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
+  // Makes it again if it was taken away; false if there is no room for it.
+  bool RestoreReserve() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
 
   // Who writes in many transactions one after another keeps nobody waiting:
   // each comes after those that asked before it.
@@ -133,6 +150,10 @@ class SqliteDatabase : public SqlDatabase {
   const std::unique_ptr<SqliteConnection> writer_
       ABSL_PT_GUARDED_BY(write_mutex_);
   bool is_shrinking_ ABSL_GUARDED_BY(write_mutex_) = false;
+  const std::string reserve_path_;
+  // Whether the reserved file is there, and was taken away.
+  bool has_reserve_ ABSL_GUARDED_BY(write_mutex_) = false;
+  bool reserve_is_used_ ABSL_GUARDED_BY(write_mutex_) = false;
 
   const std::vector<std::unique_ptr<SqliteConnection>> readers_;
   absl::Mutex read_mutex_;

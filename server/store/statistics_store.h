@@ -98,6 +98,8 @@ class StatisticsStore {
 
   // Of all sources, of which there may be thousands: calls `proceed` before
   // each with what reading it will hold in memory, those before it included.
+  // Where they are deleted and contributed again meanwhile, it reads those that
+  // are there then.
   // Errors: STATISTICS_NOT_FOUND; that of `proceed`, which ends the reading.
   virtual absl::StatusOr<StoredStatistics> ReadStatistics(
       const EncodingKey& key,

@@ -23,13 +23,6 @@ namespace {
 
 constexpr char kNextModel[] =
     "SELECT model FROM row_sets WHERE model > $1 ORDER BY model LIMIT 1";
-constexpr char kListUnusedRevisions[] =
-    "SELECT revision, MAX(set_counts.update_time_us), "
-    "MAX(row_sets.update_time_us), CAST(SUM(bytes) AS BIGINT), "
-    "CAST(SUM(row_count) AS BIGINT) "
-    "FROM row_sets JOIN set_counts ON set_counts.set_id = row_sets.set_id "
-    "WHERE model = $1 GROUP BY revision ORDER BY revision";
-
 constexpr char kLoseStaged[] =
     "DELETE FROM staged_contents WHERE content_id = ("
     "SELECT content_id FROM staged_contents WHERE touch_time_us < $1 "
@@ -215,22 +208,20 @@ absl::StatusOr<std::string> StoreKeeper::NextModel(absl::string_view after) {
 absl::StatusOr<std::vector<RevisionUsage>> StoreKeeper::ListRevisions(
     absl::string_view model) {
   std::vector<RevisionUsage> revisions;
-  const auto read = [&](SqlConnection& connection) -> absl::Status {
-    const std::unique_ptr<SqlStatement> row =
-        connection.Prepare(kListUnusedRevisions);
-    row->BindText(1, model);
-    while (true) {
-      absl::StatusOr<bool> found = row->Step("cannot list revisions");
-      if (!found.ok()) return found.status();
-      if (!*found) return absl::OkStatus();
-      revisions.push_back(
-          {std::string(model),
-           std::string(row->Bytes(0)),
-           absl::FromUnixMicros(std::max(row->Int(1), row->Int(2))),
-           {row->Int(3), row->Int(4)}});
+  const auto visit = [&](const CountedRowSet& set) {
+    if (revisions.empty() || revisions.back().revision != set.revision) {
+      revisions.push_back({std::string(model), set.revision, {}, {}});
     }
+    RevisionUsage& revision = revisions.back();
+    revision.error.Update(set.error);
+    revision.update_time = std::max(revision.update_time,
+                                    absl::FromUnixMicros(set.update_time_us));
+    revision.usage.bytes += set.usage.bytes;
+    revision.usage.rows += set.usage.rows;
+    return true;
   };
-  if (absl::Status s = database_->Read(read); !s.ok()) return s;
+  absl::Status status = ListRowSets(*database_, {model, "", ""}, visit);
+  if (!status.ok()) return status;
   return revisions;
 }
 
@@ -261,7 +252,7 @@ absl::StatusOr<bool> StoreKeeper::FreeStep(absl::Duration staged_age) {
     }
     return absl::OkStatus();
   };
-  if (absl::Status s = database_->Write(free); !s.ok()) return s;
+  if (absl::Status s = database_->WriteToFree(free); !s.ok()) return s;
   return is_more;
 }
 
@@ -280,7 +271,7 @@ absl::StatusOr<bool> StoreKeeper::FreeSetStep() {
     return false;
   }
   const absl::Status status =
-      database_->Write([&](SqlConnection& connection) -> absl::Status {
+      database_->WriteToFree([&](SqlConnection& connection) -> absl::Status {
         absl::Status locked = connection.LockName(kFreeing);
         return locked.ok() ? FreeRows(connection, *set_id) : locked;
       });

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
@@ -24,6 +25,9 @@ struct RevisionUsage {
   // Of what it holds or has held; never older than the newest row.
   absl::Time update_time;
   Usage usage;
+  // STORE_CORRUPT where a row is damaged; time and usage are of the others
+  // then.
+  absl::Status error{};
 };
 
 // Thread-safe. Errors of every call: STORE_UNAVAILABLE, STORE_CORRUPT.

@@ -23,6 +23,7 @@
 #include "server/store/sqlite_database.h"
 #include "server/store/store_keeper.h"
 #include "tests/support/metric_value.h"
+#include "tests/support/sqlite_file.h"
 #include "tests/support/temporary_directory.h"
 
 namespace quantd::server {
@@ -184,6 +185,22 @@ TEST_F(HousekeeperTest, DeletesWhatItHasToldBeforeAndNothingElse) {
                                  "quantd_retention_deleted_revisions_total"),
             2);
   EXPECT_THAT(LookAtRevisions(), IsEmpty());
+}
+
+TEST_F(HousekeeperTest, ADamagedRevisionIsKeptAndTheOthersAreLookedAfter) {
+  for (const char* revision : {"1", "2", "3"}) Put("acme/net", revision);
+  SetAccess("retain models:acme/ revisions=1\n");
+  LookAtRevisions();
+  testing::ExecuteSql(directory_.File("store.db"),
+                      "UPDATE row_sets SET generation = 7 "
+                      "WHERE revision = '1'");
+  const std::string told = LookAtRevisions();
+  EXPECT_THAT(told, HasSubstr("a damaged revision is kept, whatever its age "
+                              "model=acme/net revision=1"));
+  EXPECT_THAT(told, HasSubstr("deleted a revision model=acme/net revision=2"));
+  EXPECT_THAT(told, Not(HasSubstr("deleted a revision model=acme/net "
+                                  "revision=1")));
+  EXPECT_TRUE(IsThere("acme/net", "3"));
 }
 
 TEST_F(HousekeeperTest, ANewRuleDeletesNothingBeforeTheNextLook) {

@@ -1,7 +1,10 @@
 """Scales in chunks: every call answers as with scales in a header."""
 
 import asyncio
+import contextlib
 import math
+import os
+import sqlite3
 
 import numpy as np
 import pytest
@@ -312,3 +315,42 @@ def test_ScalesInChunksThatNobodyAskedForAreRefused():
     assert "unasked" in caught.value.message
     asked.scales_in_chunks = True
     _answers.check_header(asked, True, got)
+
+
+def test_ListsTellWhatIsDamaged(server, client):
+    encoding = quantd.Encoding("int8", [0.5])
+    for revision in ("a", "b"):
+        client.put_encoding(quantd.TensorName("damaged", "x", revision),
+                            encoding)
+        client.calibrate(
+            np.ones(4, np.float32),
+            name=quantd.TensorName("damaged", "x", revision),
+            contribution=quantd.Contribution("rank-0", 1))
+    with contextlib.closing(sqlite3.connect(
+            os.path.join(server.folder, "store.db"))) as store, store:
+        (damaged,) = store.execute(
+            "SELECT set_id FROM row_sets WHERE revision = 'b' AND kind = 0"
+        ).fetchone()
+        for sql in (f"UPDATE row_sets SET generation = 7 "
+                    f"WHERE set_id = {damaged}",
+                    f"UPDATE encodings SET scale_count = 2 "
+                    f"WHERE set_id = {damaged}",
+                    "UPDATE statistics SET size_bytes = 7 WHERE set_id IN "
+                    "(SELECT set_id FROM row_sets WHERE model = 'damaged' "
+                    "AND revision = 'b')"):
+            store.execute(sql)
+    (model,) = [model for model in client.list_models()
+                if model.model == "damaged"]
+    assert (model.revision_count, model.encoding_count,
+            model.statistics_count) == (2, 1, 2)
+    whole, revision = client.list_revisions("damaged")
+    assert (whole.revision, whole.encoding_count) == ("a", 1)
+    (stored,) = client.list_encodings("damaged", "b")
+    (entry,) = client.list_statistics("damaged", "b")
+    assert (stored.name.tensor, entry.tensor) == ("x", "x")
+    for told in (model, revision, stored, entry):
+        assert told.error.reason == "STORE_CORRUPT"
+        assert "checksum" in told.to_dicts()[0]["error"]
+    for told in (whole, *client.list_encodings("damaged", "a"),
+                 *client.list_statistics("damaged", "a")):
+        assert told.error is None

@@ -103,6 +103,7 @@ TEST_F(SqliteDatabaseTest, ADamagedPageCostsOnlyItsRows) {
   // with the schema.
   int lost_key_count = 0;
   int lost_schema_count = 0;
+  int told_revision_count = 0;
   for (int page = 1; page < page_count; ++page) {
     for (const bool is_lost : {true, false}) {
       const std::string what =
@@ -122,6 +123,21 @@ TEST_F(SqliteDatabaseTest, ADamagedPageCostsOnlyItsRows) {
         continue;
       }
       SqlEncodingStore store(*database);
+      // Told in its place, or not where its name is.
+      const auto models = store.ListModels({}, 10);
+      const auto revisions = store.ListRevisions("net", "", 10);
+      EXPECT_EQ(models.ok(), revisions.ok()) << what;
+      if (models.ok() && revisions.ok()) {
+        ASSERT_EQ(models->size(), 1u) << what;
+        ASSERT_EQ(revisions->size(), 1u) << what;
+        EXPECT_EQ((*models)[0].model, "net") << what;
+        EXPECT_EQ((*models)[0].error.ok(),
+                  (*models)[0].encoding_count == kRows);
+        EXPECT_EQ((*revisions)[0].error, (*models)[0].error) << what;
+        told_revision_count += !(*models)[0].error.ok();
+      } else {
+        EXPECT_EQ(core::ErrorReason(models.status()), "STORE_CORRUPT") << what;
+      }
       const auto list = store.ListEncodings("net", "main", "", 1000);
       if (!list.ok()) {
         EXPECT_EQ(core::ErrorReason(list.status()), "STORE_CORRUPT") << what;
@@ -153,6 +169,7 @@ TEST_F(SqliteDatabaseTest, ADamagedPageCostsOnlyItsRows) {
     }
   }
   EXPECT_GT(damaged_count, 20);
+  EXPECT_GT(told_revision_count, 0);
   EXPECT_LE(lost_key_count, 6);
   EXPECT_LE(lost_schema_count, 12);
 }

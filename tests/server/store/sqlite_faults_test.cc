@@ -1,5 +1,6 @@
 // What the SQLite store does when the disk fails: a layer between SQLite and
-// the file system lets the n-th write or sync fail, for n from 1 on.
+// the file system lets the n-th write or sync fail, for n from 1 on, or has
+// room for so many bytes.
 //
 // QUANTD_STORE_FAULT_STEP is the distance from one n to the next; 1 tries all.
 
@@ -7,8 +8,10 @@
 #include <gtest/gtest.h>
 #include <sqlite3.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <string>
@@ -18,12 +21,14 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "core/errors.h"
 #include "core/types/block_layout.h"
 #include "core/types/encoding.h"
 #include "server/store/sql_encoding_store.h"
 #include "server/store/sql_statistics_store.h"
 #include "server/store/sqlite_database.h"
+#include "server/store/store_keeper.h"
 #include "tests/support/count.h"
 #include "tests/support/temporary_directory.h"
 
@@ -53,8 +58,25 @@ class FaultPlan {
   bool hit() const { return hit_; }
   bool is_full() const { return fault_.write_code == SQLITE_FULL; }
 
+  // From now on the disk has that much room, and as much more while the file is
+  // not there.
+  void SetRoom(int64_t bytes, const std::string& reserve) {
+    room_ = bytes;
+    reserve_ = reserve;
+    reserve_bytes_ = static_cast<int64_t>(std::filesystem::file_size(reserve));
+  }
+  void EndRoom() { reserve_.clear(); }
+
   // The code that a call ends with; SQLITE_OK for none of ours.
   int OnWrite() { return Next() ? fault_.write_code : SQLITE_OK; }
+  // A file grows by that, or shrinks.
+  int OnGrowth(int64_t bytes) {
+    if (reserve_.empty()) return SQLITE_OK;
+    const int64_t more = std::filesystem::exists(reserve_) ? 0 : reserve_bytes_;
+    if (bytes > 0 && bytes > room_ + more) return SQLITE_FULL;
+    room_ -= bytes;
+    return SQLITE_OK;
+  }
   int OnSync() { return Next() ? fault_.sync_code : SQLITE_OK; }
 
  private:
@@ -72,6 +94,9 @@ class FaultPlan {
   Fault fault_{};
   int left_ = 0;
   bool hit_ = false;
+  int64_t room_ = 0;
+  int64_t reserve_bytes_ = 0;
+  std::string reserve_;
 };
 
 FaultPlan& plan() {
@@ -93,6 +118,13 @@ sqlite3_file* Real(sqlite3_file* file) {
 #define QUANTD_FORWARD(method, ...) \
   Real(file)->pMethods->method(Real(file), ##__VA_ARGS__)
 
+// What the file grows by if it ends there.
+int64_t GrowthTo(sqlite3_file* file, int64_t end) {
+  sqlite3_int64 size = 0;
+  QUANTD_FORWARD(xFileSize, &size);
+  return end - size;
+}
+
 const sqlite3_io_methods kMethods = {
     2,
     [](sqlite3_file* file) { return QUANTD_FORWARD(xClose); },
@@ -100,13 +132,19 @@ const sqlite3_io_methods kMethods = {
       return QUANTD_FORWARD(xRead, out, size, offset);
     },
     [](sqlite3_file* file, const void* in, int size, sqlite3_int64 offset) {
-      const int code = plan().OnWrite();
-      if (code == SQLITE_OK) return QUANTD_FORWARD(xWrite, in, size, offset);
+      int code = plan().OnWrite();
+      if (code == SQLITE_OK) {
+        code = plan().OnGrowth(
+            std::max<int64_t>(0, GrowthTo(file, offset + size)));
+        if (code != SQLITE_OK) return code;
+        return QUANTD_FORWARD(xWrite, in, size, offset);
+      }
       // A part of it may have got there.
       QUANTD_FORWARD(xWrite, in, size / 2, offset);
       return code;
     },
     [](sqlite3_file* file, sqlite3_int64 size) {
+      plan().OnGrowth(GrowthTo(file, size));
       return QUANTD_FORWARD(xTruncate, size);
     },
     [](sqlite3_file* file, int flags) {
@@ -313,6 +351,49 @@ TEST_P(SqliteFaultsTest, ErrorsSurfaceAndNothingAcknowledgedIsLost) {
     life.Check();
     if (HasFatalFailure() || HasNonfatalFailure()) return;
   }
+}
+
+TEST(SqliteFullDiskTest, DeletingMakesRoom) {
+  InstallLayer();
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory.File("encodings.db");
+  auto database = SqliteDatabase::Open(path);
+  ASSERT_TRUE(database.ok()) << database.status();
+  SqlEncodingStore store(*database);
+  StoreKeeper keeper(*database);
+  const auto put = [&](int i) {
+    return store
+        .Put({"model", i < 20 ? "kept" : "revision", absl::StrCat(i)},
+             MakeEncoding(1), {})
+        .status();
+  };
+  const auto free = [&] {
+    while (keeper.FreeStep(absl::Hours(1)).value_or(false)) continue;
+    while (keeper.Shrink().value_or(false)) continue;
+  };
+  plan().SetRoom(int64_t{6} << 20, path + "-reserve");
+  // Again and again: what was used is there again.
+  for (int round = 0; round < 3; ++round) {
+    SCOPED_TRACE(absl::StrCat("round ", round));
+    absl::Status status;
+    int i = 0;
+    while (status.ok() && i < 10'000) status = put(i++);
+    EXPECT_EQ(core::ErrorReason(status), "STORE_UNAVAILABLE") << status;
+    EXPECT_THAT(std::string(status.message()),
+                ::testing::HasSubstr("the disk of the store is full"));
+    EXPECT_TRUE(std::filesystem::exists(path + "-reserve"));
+    EXPECT_TRUE(store.Delete({"model", "revision", "20"}, {}).ok());
+    const absl::StatusOr<DeletedRows> deleted =
+        store.DeleteRevision("model", "revision");
+    ASSERT_TRUE(deleted.ok()) << deleted.status();
+    EXPECT_GT(deleted->encoding_count, 10);
+    free();
+    EXPECT_TRUE(std::filesystem::exists(path + "-reserve"));
+    status = put(30);
+    EXPECT_TRUE(status.ok()) << status;
+    EXPECT_TRUE(store.Get({"model", "kept", "7"}).ok());
+  }
+  plan().EndRoom();
 }
 
 INSTANTIATE_TEST_SUITE_P(

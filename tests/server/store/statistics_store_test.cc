@@ -574,6 +574,56 @@ TEST_P(StatisticsStoreTest, DoesNotReadAPartOfWhatIsDeletedMeanwhile) {
   EXPECT_EQ(rest->sources[0].source, "a");
 }
 
+// Nor parts of two that had the same names.
+TEST_P(StatisticsStoreTest, ReadsAgainWhatCameBackMeanwhile) {
+  const std::unique_ptr<StatisticsStore> other = Open();
+  int seed = 0;
+  const auto contribute = [&] {
+    ++seed;
+    for (const char* source : {"a", "b"}) {
+      core::StatisticsState part = StateWithMoments(seed);
+      part.gram = StateWithGram(seed).gram;
+      const auto outcome = other->Contribute({key_, source, 1}, part, 0.01);
+      EXPECT_TRUE(outcome.ok()) << outcome.status();
+    }
+  };
+  // With the first source that is read, and once.
+  bool comes_back = true;
+  const auto proceed = [&](int64_t /*memory*/) {
+    if (!std::exchange(comes_back, false)) return absl::OkStatus();
+    absl::Status status = other->DeleteStatistics(key_, "");
+    contribute();
+    return status;
+  };
+  contribute();
+  const absl::StatusOr<StoredStatistics> got =
+      store_->ReadStatistics(key_, proceed);
+  ASSERT_TRUE(got.ok()) << got.status();
+  EXPECT_EQ(got->sources.size(), 2u);
+  EXPECT_EQ(Bytes(got->state), Bytes(MustGet().state));
+  EXPECT_EQ(got->gram_size_bytes, MustGet().gram_size_bytes);
+  comes_back = true;
+  const absl::StatusOr<absl::optional<core::GramState>> gram =
+      store_->ReadGram(key_, proceed);
+  ASSERT_TRUE(gram.ok() && gram->has_value()) << gram.status();
+  EXPECT_EQ((*gram)->ToParts().code_sums, MustGetGram().code_sums);
+  comes_back = true;
+  const absl::StatusOr<absl::optional<core::AxisMoments>> moments =
+      store_->ReadMoments(key_, proceed);
+  ASSERT_TRUE(moments.ok() && moments->has_value()) << moments.status();
+  EXPECT_EQ(Bytes(**moments), MustGetMoments());
+  // A contribution is no reason to read all again.
+  int reads = 0;
+  const absl::StatusOr<StoredStatistics> once =
+      store_->ReadStatistics(key_, [&](int64_t /*memory*/) {
+        ++reads;
+        return other->Contribute({key_, "b", 2}, StateWithMoments(1), 0.01)
+            .status();
+      });
+  ASSERT_TRUE(once.ok()) << once.status();
+  EXPECT_EQ(reads, 2);
+}
+
 // A source that is deleted while it contributes starts over, and nothing of
 // before comes back.
 TEST_P(StatisticsStoreTest, ContributesWhileOthersDelete) {

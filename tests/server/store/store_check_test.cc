@@ -85,7 +85,7 @@ std::vector<Column> Columns() {
       {"body"});
   add("statistics", {"tensor", "source"}, {"set_id"},
       {"sequence", "update_time_us", "size_bytes", "mantissa_bits",
-       "body_checksum", "checksum"},
+       "body_checksum", "checksum", "incarnation"},
       {"block_size", "shape", "averages", "body"});
   add("statistics_pieces", {"tensor", "source"},
       {"set_id", "sequence", "piece"}, {"checksum"}, {"bytes"});
@@ -323,6 +323,81 @@ TEST_P(StoreCheckTest, NoFlippedBitIsReadAsSomethingElse) {
   EXPECT_EQ(Check().damaged, 0);
   EXPECT_GT(told_count, kFlips / 2);
   EXPECT_LT(refused_count, kFlips / 10);
+}
+
+// A revision that is damaged stands in its place, and the others are there.
+TEST_P(StoreCheckTest, ListsTellARevisionThatIsDamaged) {
+  const auto run = [&](const std::string& sql) {
+    const char* const kept = Keep(sql);
+    const absl::Status status =
+        database_->Write([&](SqlConnection& connection) {
+          return connection.Prepare(kept)->Step("update").status();
+        });
+    ASSERT_TRUE(status.ok()) << status;
+  };
+  core::Encoding encoding;
+  encoding.format = static_cast<core::NumberFormat>(8);
+  encoding.scale = {0.5f};
+  encoding.qmin = -128;
+  encoding.qmax = 127;
+  const auto small = std::make_shared<const core::Encoding>(encoding);
+  for (const EncodingKey& key :
+       {EncodingKey{kModel, "a", "t"}, EncodingKey{"other", "a", "t"}}) {
+    ASSERT_TRUE(encodings_.Put(key, small, {}).ok());
+  }
+  const std::string of_set =
+      absl::StrCat(" WHERE model = '", kModel, "' AND revision = '", kRevision,
+                   "' AND kind = 0");
+  const std::string set =
+      absl::StrCat("(SELECT set_id FROM row_sets", of_set, ")");
+  const std::vector<std::pair<std::string, std::string>> changes = {
+      {"UPDATE row_sets SET set_id = set_id + 1000" + of_set,
+       "UPDATE row_sets SET set_id = set_id - 1000" + of_set},
+      {"UPDATE row_sets SET update_time_us = update_time_us + 1" + of_set,
+       "UPDATE row_sets SET update_time_us = update_time_us - 1" + of_set},
+      {"UPDATE row_sets SET checksum = checksum - 1" + of_set,
+       "UPDATE row_sets SET checksum = checksum + 1" + of_set},
+      {"UPDATE set_counts SET row_count = -row_count WHERE set_id = " + set,
+       "UPDATE set_counts SET row_count = -row_count WHERE set_id = " + set},
+  };
+  for (const auto& [damage, repair] : changes) {
+    run(damage);
+    const auto revisions = encodings_.ListRevisions(kModel, "", 10);
+    ASSERT_TRUE(revisions.ok()) << damage << ": " << revisions.status();
+    ASSERT_EQ(revisions->size(), 2u) << damage;
+    EXPECT_EQ((*revisions)[0].revision, "a");
+    EXPECT_TRUE((*revisions)[0].error.ok()) << (*revisions)[0].error;
+    EXPECT_EQ((*revisions)[0].encoding_count, 1);
+    EXPECT_EQ((*revisions)[1].revision, kRevision);
+    EXPECT_EQ(core::ErrorReason((*revisions)[1].error), "STORE_CORRUPT")
+        << damage;
+    EXPECT_EQ((*revisions)[1].encoding_count, 0);
+    EXPECT_EQ((*revisions)[1].statistics_count, 2 * kTensors);
+    const auto models = encodings_.ListModels({}, 10);
+    ASSERT_TRUE(models.ok()) << damage << ": " << models.status();
+    ASSERT_EQ(models->size(), 2u) << damage;
+    for (const ModelListEntry& entry : *models) {
+      EXPECT_EQ(entry.error.ok(), entry.model == "other") << damage;
+      EXPECT_EQ(entry.encoding_count, 1) << damage;
+      EXPECT_EQ(entry.revision_count, entry.model == "other" ? 1 : 2);
+    }
+    run(repair);
+    for (const RevisionListEntry& entry :
+         *encodings_.ListRevisions(kModel, "", 10)) {
+      EXPECT_TRUE(entry.error.ok()) << entry.error;
+    }
+  }
+  // What is known of statistics is told with it.
+  const std::string of_statistics =
+      absl::StrCat(" WHERE revision = '", kRevision, "' AND kind = 1");
+  run("UPDATE row_sets SET generation = generation + 1" + of_statistics);
+  const auto list = statistics_.ListStatistics(kModel, kRevision, "", 10);
+  ASSERT_TRUE(list.ok()) << list.status();
+  ASSERT_EQ(list->size(), static_cast<size_t>(kTensors));
+  for (const StatisticsListEntry& entry : *list) {
+    EXPECT_EQ(core::ErrorReason(entry.error), "STORE_CORRUPT");
+    EXPECT_EQ(entry.source_count, 2);
+  }
 }
 
 TEST_P(StoreCheckTest, CountsRowsAndComparesCounts) {

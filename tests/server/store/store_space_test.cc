@@ -288,6 +288,45 @@ TEST_P(StoreSpaceTest, WhatIsBeingWrittenKeepsToTheQuota) {
   ExpectSound();
 }
 
+TEST_P(StoreSpaceTest, AGramMatrixThatIsBeingWrittenKeepsToTheQuota) {
+  const core::StatisticsState state = testing::MakeStateWithGram(1500);
+  const EncodingKey key{"m", "main", "a"};
+  const auto used = [&] { return keeper_.ReadUsage("principal:w"); };
+  int64_t most = 0;
+  const auto contribute = [&](uint64_t sequence, int64_t quota) {
+    const WriteAccount account{"w", {{"principal:w", quota}}};
+    return statistics_
+        .Merge({key, "s", sequence, account}, state, 1,
+               [&](int64_t /*memory*/) {
+                 most = std::max(most, used()->bytes);
+                 return absl::OkStatus();
+               })
+        .status();
+  };
+  const absl::Status refused = contribute(1, 6 << 20);
+  EXPECT_EQ(core::ErrorReason(refused), "QUOTA_EXCEEDED") << refused;
+  // Told while it was written.
+  EXPECT_EQ(most, kPiecesPerTransaction * int64_t{1} << 20);
+  EXPECT_EQ(used()->bytes, 0);
+  EXPECT_EQ(StatisticsPieces(), 0);
+  ASSERT_TRUE(contribute(1, 16 << 20).ok());
+  const int64_t one = used()->bytes;
+  EXPECT_EQ(one, CountOf("SELECT charged_bytes FROM statistics"));
+  // What takes the place of as much is let through, with a few bytes more of
+  // counts.
+  most = 0;
+  const absl::Status merged = contribute(2, one + 100);
+  EXPECT_TRUE(merged.ok()) << merged;
+  EXPECT_EQ(most, one);
+  ASSERT_TRUE(statistics_.DeleteStatistics(key, "").ok());
+  FreeAll(kAge);
+  EXPECT_EQ(CountOf("SELECT COUNT(*) FROM staged_contents"), 0);
+  EXPECT_EQ(CountOf("SELECT COUNT(*) FROM usage_counts "
+                    "WHERE scope = 'principal:w'"),
+            0);
+  ExpectSound();
+}
+
 // Puts of somebody else, one after the other, until it is destroyed.
 class OtherCaller {
  public:

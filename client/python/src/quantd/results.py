@@ -123,7 +123,9 @@ class EncodingProvenance(Tabular):
 @dataclasses.dataclass(frozen=True)
 class StoredEncoding(Tabular):
     """An encoding as the service keeps it; `encoding` is None in lists.
-    provenance: what made it; None in lists, and where it is not known."""
+    provenance: what made it; None in lists, and where it is not known; error:
+    in lists, that the stored row is damaged, and nothing but the name is
+    known."""
 
     name: TensorName
     encoding: Optional[Encoding]
@@ -133,6 +135,7 @@ class StoredEncoding(Tabular):
     format: str
     scale_count: int
     provenance: Optional[EncodingProvenance] = None
+    error: Optional[errors.QuantdError] = None
 
     @classmethod
     def from_proto(cls, message: encoding_pb2.StoredEncoding
@@ -144,7 +147,8 @@ class StoredEncoding(Tabular):
             update_time=_time(message.update_time),
             format=FORMATS.name(message.format or message.encoding.format),
             provenance=_optional(message, "provenance",
-                                 EncodingProvenance.from_proto))
+                                 EncodingProvenance.from_proto),
+            error=_optional(message, "error", errors.from_tensor_error))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -548,29 +552,39 @@ class Evaluation(ResultList[CandidateMetrics]):
 
 @dataclasses.dataclass(frozen=True)
 class Model(Tabular):
-    """One model that has encodings."""
+    """One model that has encodings or statistics. error: a stored row is
+    damaged, and the counts are of what is intact."""
 
     model: str
     revision_count: int
     encoding_count: int
+    statistics_count: int = 0
+    error: Optional[errors.QuantdError] = None
 
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.Model) -> Model:
         """As the server has it."""
-        return _read(cls, message)
+        return _read(
+            cls, message,
+            error=_optional(message, "error", errors.from_tensor_error))
 
 
 @dataclasses.dataclass(frozen=True)
 class Revision(Tabular):
-    """One revision of a model that has encodings."""
+    """One revision of a model that has encodings or statistics. error: a
+    stored row is damaged, and the counts are of what is intact."""
 
     revision: str
     encoding_count: int
+    statistics_count: int = 0
+    error: Optional[errors.QuantdError] = None
 
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.Revision) -> Revision:
         """As the server has it."""
-        return _read(cls, message)
+        return _read(
+            cls, message,
+            error=_optional(message, "error", errors.from_tensor_error))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -781,16 +795,20 @@ class StoredStatistics(Tabular):
 @dataclasses.dataclass(frozen=True)
 class StatisticsEntry(Tabular):
     """One tensor that has statistics; gram_size_bytes: the part of size_bytes
-    that is of Gram matrices."""
+    that is of Gram matrices; error: a stored row is damaged, and the rest is of
+    the sources that are intact."""
 
     tensor: str
     source_count: int
     size_bytes: int
     update_time: datetime.datetime
     gram_size_bytes: int = 0
+    error: Optional[errors.QuantdError] = None
 
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.StatisticsEntry
                    ) -> StatisticsEntry:
         """As the server has it."""
-        return _read(cls, message, update_time=_time(message.update_time))
+        return _read(
+            cls, message, update_time=_time(message.update_time),
+            error=_optional(message, "error", errors.from_tensor_error))
