@@ -1189,8 +1189,11 @@ absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGrams(
         whole->code_sums.resize(static_cast<size_t>(count));
         continue;
       }
-      int64_t* const to = whole->code_sums.data() + assembler->first_sum();
-      for (size_t i = 0; i < sums->size(); ++i) to[i] += (*sums)[i];
+      absl::Status status = core::AddGramSums(
+          *sums, absl::MakeSpan(whole->code_sums)
+                     .subspan(static_cast<size_t>(assembler->first_sum()),
+                              sums->size()));
+      if (!status.ok()) return status;
     }
     if (assembler.has_value()) {
       if (absl::Status s = assembler->Finish(); !s.ok()) return s;
