@@ -19,6 +19,7 @@
 #include "absl/types/optional.h"
 #include "core/errors.h"
 #include "server/store/row_checksum.h"
+#include "server/store/statistics_pieces.h"
 #include "server/wire/names.h"
 
 namespace quantd::server {
@@ -79,8 +80,6 @@ constexpr char kHasEncodings[] =
     "SELECT slot FROM encodings WHERE set_id = $1 LIMIT 1";
 constexpr char kHasStatistics[] =
     "SELECT slot FROM statistics WHERE set_id = $1 LIMIT 1";
-constexpr char kHasPieces[] =
-    "SELECT piece FROM statistics_pieces WHERE set_id = $1 LIMIT 1";
 constexpr char kListLostEncodings[] =
     "SELECT set_id, COUNT(*) FROM encodings "
     "WHERE set_id NOT IN (SELECT set_id FROM row_sets WHERE kind = 0) "
@@ -552,9 +551,7 @@ void UnassignEmptyRowSet(SqlDatabase& database, absl::string_view model,
     absl::StatusOr<bool> has = HasRows(connection, (*set)->id, kind);
     if (has.ok() && !*has && kind == RowKind::kStatistics) {
       // A source whose first pieces are written has no row yet.
-      const std::unique_ptr<SqlStatement> row = connection.Prepare(kHasPieces);
-      row->BindInt(1, (*set)->id);
-      has = row->Step(kFindWhat);
+      has = IsBeingWritten(&connection, (*set)->id);
     }
     if (!has.ok()) return has.status();
     return !*has;

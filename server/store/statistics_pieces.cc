@@ -63,6 +63,9 @@ constexpr char kFreedStatistics[] =
 static_assert(kPiecesPerTransaction == 4, "as in the statement");
 // Number of the piece that is a mark.
 constexpr int64_t kMark = -1;
+constexpr char kFindMark[] =
+    "SELECT piece FROM statistics_pieces WHERE set_id = $1 AND piece = $2 "
+    "LIMIT 1";
 constexpr char kReadStatisticsPiece[] =
     "SELECT checksum, bytes FROM statistics_pieces WHERE set_id = $1 "
     "AND tensor = $2 AND source = $3 AND sequence = $4 AND piece = $5";
@@ -136,6 +139,13 @@ absl::Status UnmarkPieces(SqlConnection* connection,
   const std::unique_ptr<SqlStatement> row = connection->Prepare(kUnmarkPieces);
   Bind(version, kMark, row.get());
   return row->Step(kCannotAddStatistics).status();
+}
+
+absl::StatusOr<bool> IsBeingWritten(SqlConnection* connection, int64_t set_id) {
+  const std::unique_ptr<SqlStatement> row = connection->Prepare(kFindMark);
+  row->BindInt(1, set_id);
+  row->BindInt(2, kMark);
+  return row->Step("cannot read statistics");
 }
 
 absl::StatusOr<int> FreeStatisticsPieces(SqlConnection* connection,

@@ -65,6 +65,9 @@ absl::Status MarkPieces(SqlConnection* connection,
 // Errors: STORE_UNAVAILABLE, STORE_CORRUPT.
 absl::Status UnmarkPieces(SqlConnection* connection,
                           const SourceVersion& version);
+// Whether pieces of a set are being written before their row.
+// Errors: STORE_UNAVAILABLE, STORE_CORRUPT.
+absl::StatusOr<bool> IsBeingWritten(SqlConnection* connection, int64_t set_id);
 
 // As many pieces as one transaction writes or frees; each has up to a MiB.
 constexpr int kPiecesPerTransaction = 4;
