@@ -1,7 +1,10 @@
-// Many ranks contribute large statistics at the same time to a server that has
-// the memory of deploy/systemd's unit: it is not killed, and counts all.
+// Many ranks contribute large statistics, or large Gram matrices with a full
+// cache, at the same time to a server that has the memory of deploy/systemd's
+// unit: it is not killed, and counts all.
 //
 // QUANTD_CONTRIBUTION_RANKS sets how many; the promise is one of 64.
+// QUANTD_CONTRIBUTION_FEATURES is the number of features of the matrices; with
+// fewer than 8,192 the server has less memory, too.
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -109,27 +112,32 @@ std::string MakeData(uint32_t seed) {
   return ToBytes(elements);
 }
 
-// Sends a contribution again, as documented, until it is counted.
-void MustContribute(v1::QuantizationService::Stub& stub, int rank,
-                    uint64_t sequence, const std::string& data,
-                    absl::Duration deadline, std::atomic<int>* retries) {
+v1::CalibrateHeader MakeHeader(int64_t rows, int64_t columns, int rank,
+                               uint64_t sequence) {
   v1::CalibrateHeader header;
   v1::TensorDescription& tensor = *header.mutable_tensor();
   tensor.mutable_name()->set_model(kModel);
   tensor.mutable_name()->set_tensor(kTensor);
   tensor.set_element_type(v1::ELEMENT_TYPE_FLOAT32);
-  tensor.add_shape(kChannels);
-  tensor.add_shape(kColumns);
+  tensor.add_shape(rows);
+  tensor.add_shape(columns);
   v1::Contribution& contribution = *header.mutable_contribution();
   contribution.set_source(absl::StrCat("rank-", rank));
   contribution.set_sequence(sequence);
-  contribution.mutable_granularity()->set_axis(0);
   contribution.set_mantissa_bits(7);
+  return header;
+}
+
+// Sends a contribution again, as documented, until it is counted.
+void MustContribute(v1::QuantizationService::Stub& stub,
+                    const v1::CalibrateHeader& header, const std::string& data,
+                    absl::Duration deadline, std::atomic<int>* retries) {
   while (true) {
     const absl::StatusOr<v1::CalibrateSummary> summary =
         Calibrate(stub, header, data, 1 << 20);
     if (summary.ok()) {
-      EXPECT_EQ(summary->contribution().sequence(), sequence);
+      EXPECT_EQ(summary->contribution().sequence(),
+                header.contribution().sequence());
       return;
     }
     ASSERT_TRUE(absl::IsResourceExhausted(summary.status()) ||
@@ -160,7 +168,10 @@ TEST(ContributionMemoryTest, ManyRanksFitTheMemoryOfTheUnit) {
       const auto stub = v1::QuantizationService::NewStub(server.NewChannel());
       for (int i = 0; i < kContributions && !::testing::Test::HasFailure();
            ++i) {
-        MustContribute(*stub, rank, i + 1, data[i], deadline, &retries);
+        v1::CalibrateHeader header =
+            MakeHeader(kChannels, kColumns, rank, i + 1);
+        header.mutable_contribution()->mutable_granularity()->set_axis(0);
+        MustContribute(*stub, header, data[i], deadline, &retries);
       }
     });
   }
@@ -197,6 +208,96 @@ TEST(ContributionMemoryTest, ManyRanksFitTheMemoryOfTheUnit) {
       ranks, is_held ? "in a control group" : "watched only",
       ranks * kContributions, absl::ToDoubleSeconds(took),
       static_cast<double>(peak_bytes) / (1 << 20), retries.load());
+}
+
+// Puts encodings of so many bytes together, and reads them.
+void FillCache(v1::EncodingService::Stub& stub, int64_t bytes) {
+  constexpr int kScales = 900'000;
+  v1::PutEncodingRequest request;
+  request.mutable_name()->set_model("cached");
+  v1::Encoding& encoding = *request.mutable_encoding();
+  encoding.set_format(v1::NUMBER_FORMAT_INT8);
+  encoding.add_block_size(1);
+  encoding.set_qmin(-127);
+  encoding.set_qmax(127);
+  for (int i = 0; i < kScales; ++i) encoding.add_scale(0.5f);
+  for (int i = 0; i * int64_t{kScales} * 4 < bytes; ++i) {
+    request.mutable_name()->set_tensor(absl::StrCat(i));
+    {
+      grpc::ClientContext context;
+      v1::PutEncodingResponse response;
+      const grpc::Status status =
+          stub.PutEncoding(&context, request, &response);
+      ASSERT_TRUE(status.ok()) << status.error_message();
+    }
+    grpc::ClientContext context;
+    v1::GetEncodingRequest get;
+    *get.mutable_name() = request.name();
+    v1::GetEncodingResponse response;
+    const grpc::Status status = stub.GetEncoding(&context, get, &response);
+    ASSERT_TRUE(status.ok()) << status.error_message();
+  }
+}
+
+TEST(ContributionMemoryTest, GramMatricesFitTheMemoryOfTheUnit) {
+  constexpr int64_t kDefaultGramRanks = 3;
+  constexpr int64_t kMostRanks = 16;
+  const auto ranks = static_cast<int>(std::min(
+      Count("QUANTD_CONTRIBUTION_RANKS", kDefaultGramRanks), kMostRanks));
+  const int64_t features =
+      Count("QUANTD_CONTRIBUTION_FEATURES", kSanitized ? 1024 : 2048);
+  constexpr int64_t kFeatures = 8192;
+  constexpr int64_t kRows = 4;
+  // As of the defaults and their matrices.
+  const int64_t budget_bytes =
+      (int64_t{1} << 30) * features / kFeatures * features / kFeatures;
+  const int64_t cache_bytes = budget_bytes / 4;
+  const TemporaryDirectory directory;
+  ServerProcess server(
+      QuantdBinary(), directory.File("store.db"),
+      {"--drain-delay", "0s", "--memory-budget-bytes",
+       absl::StrCat(budget_bytes), "--cache-bytes", absl::StrCat(cache_bytes)});
+  const auto encodings = v1::EncodingService::NewStub(server.NewChannel());
+  FillCache(*encodings, cache_bytes);
+  const int64_t bytes_before = PeakBytes(server.pid());
+  const std::string data =
+      ToBytes(std::vector<float>(static_cast<size_t>(kRows * features), 1));
+  const absl::Duration begin = core::SteadyNow();
+  const absl::Duration deadline =
+      begin + absl::Minutes(2) + ranks * absl::Seconds(60);
+  std::atomic<int> retries{0};
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      const auto stub = v1::QuantizationService::NewStub(server.NewChannel());
+      for (int i = 0; i < kContributions && !::testing::Test::HasFailure();
+           ++i) {
+        v1::CalibrateHeader header = MakeHeader(kRows, features, rank, i + 1);
+        v1::Contribution& contribution = *header.mutable_contribution();
+        contribution.mutable_features()->set_gram(true);
+        for (int64_t k = 0; k < features; ++k) {
+          contribution.mutable_features()->add_step_exponent(-10);
+        }
+        MustContribute(*stub, header, data, deadline, &retries);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  const int64_t peak_bytes = PeakBytes(server.pid());
+  EXPECT_GT(peak_bytes, 0);
+  if (!kSanitized) {
+    EXPECT_LT(peak_bytes, budget_bytes + cache_bytes + (int64_t{256} << 20));
+    EXPECT_LT(peak_bytes - bytes_before, budget_bytes + (int64_t{64} << 20));
+  }
+  std::printf(
+      "%d ranks of %lld features: %.1f s, at most %.0f MiB of %lld and 256, %d "
+      "sent again\n",
+      ranks, static_cast<long long>(features),
+      absl::ToDoubleSeconds(core::SteadyNow() - begin),
+      static_cast<double>(peak_bytes) / (1 << 20),
+      static_cast<long long>((budget_bytes + cache_bytes) >> 20),
+      retries.load());
+  EXPECT_EQ(server.Terminate(), 0);
 }
 
 }  // namespace
