@@ -240,7 +240,10 @@ void FillCache(v1::EncodingService::Stub& stub, int64_t bytes) {
 }
 
 TEST(ContributionMemoryTest, GramMatricesFitTheMemoryOfTheUnit) {
-  const int ranks = Count("QUANTD_CONTRIBUTION_RANKS", kDefaultRanks);
+  constexpr int64_t kDefaultGramRanks = 3;
+  constexpr int64_t kMostRanks = 16;
+  const auto ranks = static_cast<int>(std::min(
+      Count("QUANTD_CONTRIBUTION_RANKS", kDefaultGramRanks), kMostRanks));
   const int64_t features =
       Count("QUANTD_CONTRIBUTION_FEATURES", kSanitized ? 1024 : 2048);
   constexpr int64_t kFeatures = 8192;
