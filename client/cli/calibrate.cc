@@ -135,8 +135,9 @@ void AddFeatureNotes(const files::FileTensor& tensor,
   note(gram.left_out_rows(),
        "rows are left out of the Gram matrix: an element is not finite");
   note(gram.clipped_count(),
-       "elements are limited to 8191 steps in the Gram matrix; if they are "
-       "many, delete the statistics and begin with the largest inputs");
+       "elements are limited to 2^20 steps in the Gram matrix: they are more "
+       "than 256 times as large as the first inputs; delete the statistics and "
+       "begin with the largest");
   if (gram.part_size() > 0) {
     const auto features = static_cast<uint64_t>(tensor.shape.back());
     const uint64_t parts = (features + gram.part_size() - 1) / gram.part_size();

@@ -78,7 +78,7 @@ std::vector<float> LargestMagnitudes(ElementType type,
 }  // namespace
 
 std::vector<int> GramSteps(const files::FileTensor& tensor) {
-  constexpr int kMinExponent = -126;
+  constexpr int kMinExponent = -149;
   constexpr int kMaxExponent = 116;
   const std::shared_ptr<const void> hold = tensor.Hold();
   const std::vector<float> largest =

@@ -42,36 +42,47 @@ constexpr int64_t kPendingPairs = kPendingRows / 2;
 constexpr int64_t kPanelCodes = kPendingRows * kPanel;
 // Pairs of rows whose products fit 32 bits.
 constexpr int64_t kPairs = 16;
-static_assert(2 * kPairs * GramState::kMaxCode * GramState::kMaxCode <=
+// The largest code of a plane.
+constexpr int32_t kPlaneCode = 8191;
+static_assert(2 * kPairs * kPlaneCode * kPlaneCode <=
               std::numeric_limits<int32_t>::max());
+// What the plane of high codes counts.
+constexpr int kHighBits = 13;
+static_assert(GramState::kMaxCode < kPlaneCode << kHighBits);
+// So far from overflowing that the rows that are put aside still fit.
+constexpr int64_t kMostSquares = int64_t{1} << 62;
+static_assert(int64_t{GramState::kMaxCode} * GramState::kMaxCode <
+              kMostSquares / kPendingRows);
 // Pairs of rows of two panels that the L1 cache holds.
 constexpr int64_t kCachedPairs = 64;
 // Panels on both sides of a task, which the L2 cache holds.
 constexpr int64_t kTaskPanels = 8;
-// An element that is limited is at least that times the step: a tie goes to
-// the even code above.
+// An element that one plane does not hold is at least that times the step: a
+// tie goes to the even code above. The same of one that is limited.
+constexpr float kTooLargeForPlane = kPlaneCode + 0.5f;
 constexpr float kTooLarge = GramState::kMaxCode + 0.5f;
 
 // Codes of `count` elements of one row, of whole panels that follow each other.
 struct CodeRow {
   const float* in;
   const float* inverse_steps;
+  const double* inverse_steps_double;
   int64_t count;
   // The place of the row in the first panel.
   int16_t* out;
 };
 
-// Returns how many elements were limited.
+// Returns how many elements are too large for one plane.
 int64_t StoreCodesScalar(const CodeRow& row) {
-  int64_t clipped = 0;
+  int64_t large = 0;
   for (int64_t i = 0; i < row.count; ++i) {
-    const float y = row.in[i] * row.inverse_steps[i];
-    clipped += std::fabs(y) >= kTooLarge;
-    constexpr float kLimit = GramState::kMaxCode;
+    const double y = row.in[i] * row.inverse_steps_double[i];
+    large += std::fabs(y) >= kTooLargeForPlane;
+    constexpr double kLimit = kPlaneCode;
     row.out[i / kPanel * kPanelCodes + i % kPanel * 2] =
         static_cast<int16_t>(std::nearbyint(std::clamp(y, -kLimit, kLimit)));
   }
-  return clipped;
+  return large;
 }
 
 void MultiplyTileScalar(const int16_t* a, const int16_t* b, int64_t pairs,
@@ -118,15 +129,15 @@ int64_t StoreCodes(const CodeRow& row) {
   const hn::ScalableTag<float> d;
   const hn::RebindToSigned<decltype(d)> di;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  const auto limit = hn::Set(d, static_cast<float>(GramState::kMaxCode));
-  const auto too_large = hn::Set(d, kTooLarge);
+  const auto limit = hn::Set(d, static_cast<float>(kPlaneCode));
+  const auto too_large = hn::Set(d, kTooLargeForPlane);
   HWY_ALIGN int32_t codes[kPanel];
-  int64_t clipped = 0;
+  int64_t large = 0;
   for (int64_t i = 0; i < row.count; i += kPanel) {
     for (int64_t k = 0; k < kPanel; k += lanes) {
       const auto y = hn::Mul(hn::LoadU(d, row.in + i + k),
                              hn::LoadU(d, row.inverse_steps + i + k));
-      clipped += hn::CountTrue(d, hn::Ge(hn::Abs(y), too_large));
+      large += hn::CountTrue(d, hn::Ge(hn::Abs(y), too_large));
       hn::Store(hn::NearestInt(hn::Max(hn::Min(y, limit), hn::Neg(limit))), di,
                 codes + k);
     }
@@ -135,7 +146,7 @@ int64_t StoreCodes(const CodeRow& row) {
       out[2 * k] = static_cast<int16_t>(codes[k]);
     }
   }
-  return clipped;
+  return large;
 }
 
 bool IsFinite(const float* in, int64_t count) {
@@ -343,10 +354,14 @@ GramState::GramState(std::vector<int> exponents, int64_t part_size)
     tiles += TileCount(panels);
   }
   inverse_steps_.resize(static_cast<size_t>(panels_ * kPanel));
+  inverse_steps_double_.resize(inverse_steps_.size());
   for (int64_t part = 0; part < part_count(); ++part) {
     for (int64_t k = 0; k < PartWidth(part); ++k) {
-      inverse_steps_[part * panels_per_part() * kPanel + k] =
-          std::ldexp(1.0f, -exponents_[part * part_size_ + k]);
+      const int64_t place = part * panels_per_part() * kPanel + k;
+      const int exponent = exponents_[part * part_size_ + k];
+      inverse_steps_[place] = std::ldexp(1.0f, -exponent);
+      inverse_steps_double_[place] = std::ldexp(1.0, -exponent);
+      needs_doubles_ |= std::isinf(inverse_steps_[place]);
     }
   }
   sums_.resize(static_cast<size_t>(tiles * kTile));
@@ -369,7 +384,8 @@ int64_t GramState::MemoryBytes(int64_t features, int64_t part_size) {
       sizeof(GramState) + features * sizeof(int) +
       (whole * TileCount(panels) + TileCount(rest_panels)) * kTile *
           sizeof(int64_t) +
-      all_panels * (kPanel * sizeof(float) + kPanelCodes * sizeof(int16_t)));
+      all_panels * (kPanel * (sizeof(float) + sizeof(double)) +
+                    2 * kPanelCodes * sizeof(int16_t)));
 }
 
 int64_t GramState::memory_bytes() const {
@@ -422,24 +438,67 @@ void GramState::Update(ElementType type, int64_t rows, const uint8_t* data,
         ++rows_;
       }
     }
-    std::atomic<int64_t> clipped{0};
+    std::atomic<bool> has_large{false};
     in_tasks([&](int64_t r, LineVector<float>& row) {
       if (places[r] < 0) return;
       load(r, row);
       const CodeRow codes{
-          row.data(), inverse_steps_.data(), panels_ * kPanel,
+          row.data(), inverse_steps_.data(), inverse_steps_double_.data(),
+          panels_ * kPanel,
           pending_.data() + places[r] / 2 * 2 * kPanel + places[r] % 2};
-      clipped += is_scalar ? StoreCodesScalar(codes)
-                           : HWY_DYNAMIC_DISPATCH(StoreCodes)(codes);
+      const int64_t large = is_scalar || needs_doubles_
+                                ? StoreCodesScalar(codes)
+                                : HWY_DYNAMIC_DISPATCH(StoreCodes)(codes);
+      if (large > 0) {
+        has_large = true;
+      } else {
+        places[r] = -1;
+      }
     });
-    clipped_ += clipped;
+    if (has_large) {
+      if (pending_high_.empty()) pending_high_.resize(pending_.size());
+      std::atomic<int64_t> clipped{0};
+      in_tasks([&](int64_t r, LineVector<float>& row) {
+        if (places[r] < 0) return;
+        load(r, row);
+        clipped += StoreLargeCodes(row.data(), places[r]);
+      });
+      clipped_ += clipped;
+    }
     done += count;
     if (pending_rows_ == kPendingRows) Multiply(pool, stop);
   }
 }
 
+int64_t GramState::StoreLargeCodes(const float* row, int64_t pending_row) {
+  int64_t clipped = 0;
+  for (int64_t i = 0; i < panels_ * kPanel; ++i) {
+    const double y = row[i] * inverse_steps_double_[i];
+    if (std::fabs(y) < kTooLargeForPlane) continue;
+    clipped += std::fabs(y) >= kTooLarge;
+    constexpr double kLimit = kMaxCode;
+    const auto code =
+        static_cast<int32_t>(std::nearbyint(std::clamp(y, -kLimit, kLimit)));
+    constexpr int32_t kUnit = 1 << kHighBits;
+    const int32_t high = (code + (code < 0 ? -kUnit : kUnit) / 2) / kUnit;
+    const size_t place = static_cast<size_t>(i / kPanel * kPanelCodes +
+                                             pending_row / 2 * 2 * kPanel +
+                                             i % kPanel * 2 + pending_row % 2);
+    pending_[place] = static_cast<int16_t>(code - high * kUnit);
+    pending_high_[place] = static_cast<int16_t>(high);
+  }
+  return clipped;
+}
+
 void GramState::Multiply(ThreadPool* pool, StopToken stop) {
   if (pending_rows_ == 0) return;
+  for (int64_t i = 0; i < feature_count(); ++i) {
+    has_overflowed_ |= code_sum(i, i) > kMostSquares;
+  }
+  if (has_overflowed_) {
+    pending_rows_ = 0;
+    return;
+  }
   const bool is_scalar = internal::UsesScalarKernels();
   const int64_t pairs = CeilDivide(pending_rows_, 2);
   if (pending_rows_ % 2 != 0) {
@@ -450,6 +509,15 @@ void GramState::Multiply(ThreadPool* pool, StopToken stop) {
             0;
       }
     }
+  }
+  // Panels that have high codes.
+  std::vector<uint8_t> is_high(static_cast<size_t>(panels_));
+  if (!pending_high_.empty()) {
+    ParallelFor(pool, panels_, [&](int64_t panel) {
+      const auto begin = pending_high_.begin() + panel * kPanelCodes;
+      is_high[panel] = std::any_of(begin, begin + pairs * 2 * kPanel,
+                                   [](int16_t code) { return code != 0; });
+    });
   }
   struct Task {
     int64_t part;
@@ -471,23 +539,47 @@ void GramState::Multiply(ThreadPool* pool, StopToken stop) {
     if (stop.stopped()) return;
     const Task& task = tasks[t];
     const int64_t panels = CeilDivide(PartWidth(task.part), kPanel);
-    const int16_t* codes =
-        pending_.data() + task.part * panels_per_part() * kPanelCodes;
+    const int64_t first = task.part * panels_per_part();
+    const int16_t* codes = pending_.data() + first * kPanelCodes;
     int64_t* sums = sums_.data() + task.part * part_tiles * kTile;
+    const auto multiply = [&](const int16_t* a, const int16_t* b,
+                              int64_t* tile) {
+      if (is_scalar) {
+        MultiplyTileScalar(a, b, pairs, tile);
+      } else {
+        HWY_DYNAMIC_DISPATCH(MultiplyTile)(a, b, pairs, tile);
+      }
+    };
+    const auto add_high = [&](const int16_t* a, const int16_t* b, int bits,
+                              int64_t* tile) {
+      int64_t products[kTile] = {};
+      multiply(a, b, products);
+      for (int64_t k = 0; k < kTile; ++k) {
+        tile[k] += products[k] * (int64_t{1} << bits);
+      }
+    };
     for (int64_t j = task.j; j < std::min(task.j + kTaskPanels, panels); ++j) {
       for (int64_t i = task.i; i < std::min(task.i + kTaskPanels, j + 1); ++i) {
         const int16_t* a = codes + i * kPanelCodes;
         const int16_t* b = codes + j * kPanelCodes;
         int64_t* tile = sums + TileIndex(panels, i, j) * kTile;
-        if (is_scalar) {
-          MultiplyTileScalar(a, b, pairs, tile);
-        } else {
-          HWY_DYNAMIC_DISPATCH(MultiplyTile)(a, b, pairs, tile);
+        multiply(a, b, tile);
+        const bool is_high_a = is_high[first + i] != 0;
+        const bool is_high_b = is_high[first + j] != 0;
+        if (!is_high_a && !is_high_b) continue;
+        const int16_t* high = pending_high_.data() + first * kPanelCodes;
+        const int16_t* high_a = high + i * kPanelCodes;
+        const int16_t* high_b = high + j * kPanelCodes;
+        if (is_high_a) add_high(high_a, b, kHighBits, tile);
+        if (is_high_b) add_high(a, high_b, kHighBits, tile);
+        if (is_high_a && is_high_b) {
+          add_high(high_a, high_b, 2 * kHighBits, tile);
         }
       }
     }
   });
   pending_rows_ = 0;
+  pending_high_ = {};
 }
 
 void GramState::Finish(ThreadPool* pool, StopToken stop) {
@@ -512,14 +604,33 @@ absl::Status GramState::CheckMergeable(const GramState& other) const {
         absl::StrCat("the Gram state is of ", rows_, " rows and ", other.rows_,
                      " more, expected at most ", kMaxRows, " together"));
   }
+  for (int64_t i = 0; i < feature_count(); ++i) {
+    int64_t sum = code_sum(i, i);
+    absl::Status status =
+        AddGramSums({other.code_sum(i, i)}, absl::MakeSpan(&sum, 1));
+    if (!status.ok()) return status;
+  }
   return absl::OkStatus();
+}
+
+absl::Status AddGramSums(absl::Span<const int64_t> more,
+                         absl::Span<int64_t> sums) {
+  bool overflows = false;
+  for (size_t i = 0; i < more.size(); ++i) {
+    overflows |= __builtin_add_overflow(sums[i], more[i], &sums[i]);
+  }
+  return overflows ? StatisticsMismatchError(
+                         "the products in the Gram matrix add up to more than "
+                         "64 bits hold; begin again, with larger steps")
+                   : absl::OkStatus();
 }
 
 void GramState::Merge(const GramState& other) {
   rows_ += other.rows_;
   left_out_rows_ += other.left_out_rows_;
   clipped_ += other.clipped_;
-  for (size_t i = 0; i < sums_.size(); ++i) sums_[i] += other.sums_[i];
+  // The products of two features are no larger than both sums of squares.
+  AddGramSums(other.sums_, absl::MakeSpan(sums_)).IgnoreError();
 }
 
 size_t GramState::SumIndex(int64_t i, int64_t j) const {
@@ -635,14 +746,14 @@ absl::StatusOr<GramState> GramState::FromParts(const Parts& parts) {
   for (int64_t i = 0; i < features; ++i) {
     const int64_t part = i / state.part_size_;
     const int64_t end = part * state.part_size_ + state.PartWidth(part);
+    __extension__ using Int128 = __int128;
     const int64_t square = state.code_sum(i, i);
-    if (square < 0 || square > parts.rows * kMaxCode * kMaxCode) {
+    if (square < 0 || square > Int128{parts.rows} * kMaxCode * kMaxCode) {
       return StatisticsInvalidError(absl::StrCat(
           "feature ", i, " of the Gram state has the sum of squares ", square,
           ", which codes of ", parts.rows, " rows do not have"));
     }
     for (int64_t j = i + 1; j < end; ++j) {
-      __extension__ using Int128 = __int128;
       const int64_t product = state.code_sum(i, j);
       if (Int128{product} * product > Int128{square} * state.code_sum(j, j)) {
         return StatisticsInvalidError(absl::StrCat(

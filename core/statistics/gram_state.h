@@ -6,7 +6,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -30,6 +29,10 @@ namespace quantd::core {
 // element that is not finite is left out as a whole: a part of it would weigh
 // some features more than others. left_out_rows() counts these rows.
 //
+// Codes up to +-8191 are the fast ones. Panels of 32 features in which 512 rows
+// have larger ones are multiplied in two planes, which takes up to 4 times as
+// long.
+//
 // Where no element is limited, an entry G = q_ij * step_i * step_j is off by at
 // most
 //
@@ -42,21 +45,20 @@ namespace quantd::core {
 // uncorrelated.
 class GramState {
  public:
-  // The largest code. 32 products of two codes fit 32 bits.
-  static constexpr int32_t kMaxCode = 8191;
-  // No sum of that many rows overflows.
-  static constexpr int64_t kMaxRows =
-      std::numeric_limits<int64_t>::max() / (int64_t{kMaxCode} * kMaxCode);
-  static constexpr int kMinExponent = -126;
+  // The largest code: 256 times the largest of the elements that ExponentsFor
+  // saw, at least.
+  static constexpr int32_t kMaxCode = (1 << 20) - 1;
+  static constexpr int64_t kMaxRows = int64_t{1} << 37;
+  // Of the smallest float32.
+  static constexpr int kMinExponent = -149;
   static constexpr int kMaxExponent = 116;
   // What a part is a multiple of where there are several.
   static constexpr int64_t kPartUnit = 128;
   static constexpr int64_t kMaxPart = 8192;
 
   // Exponents for features of which magnitudes up to `largest` were seen: the
-  // step is between 1/4096 and 1/2048 of that, so that twice as much fits. A
-  // feature that was always 0 gets the largest exponent of all; if all were, 1
-  // is taken as seen.
+  // step is between 1/4096 and 1/2048 of that. A feature that was always 0 gets
+  // the largest exponent of all; if all were, 1 is taken as seen.
   // Requires: all are finite.
   static std::vector<int> ExponentsFor(absl::Span<const float> largest);
   // The largest finite magnitude of each feature of [rows, features].
@@ -92,7 +94,7 @@ class GramState {
   void Finish(ThreadPool* pool, StopToken stop = StopToken());
 
   // Errors: STATISTICS_MISMATCH for other exponents or parts, or more rows
-  // together than kMaxRows.
+  // together than kMaxRows or larger sums than AddGramSums takes.
   absl::Status CheckMergeable(const GramState& other) const;
   // Requires: CheckMergeable.
   void Merge(const GramState& other);
@@ -113,6 +115,10 @@ class GramState {
   int64_t left_out_rows() const { return left_out_rows_; }
   // Elements of these rows that were limited.
   int64_t clipped() const { return clipped_; }
+  // Whether rows were dropped, since the squares of a feature had added up to
+  // more than 2^62: the state is of no use then. That takes 2^22 rows of the
+  // largest codes.
+  bool has_overflowed() const { return has_overflowed_; }
 
   // Sum of q_i * q_j; 0 for features of two parts.
   int64_t code_sum(int64_t i, int64_t j) const;
@@ -145,6 +151,9 @@ class GramState {
   GramState(std::vector<int> exponents, int64_t part_size);
 
   int64_t panels_per_part() const;
+  // The larger codes of a row, which stand in both planes.
+  // Returns how many elements were limited.
+  int64_t StoreLargeCodes(const float* row, int64_t pending_row);
   // Of features of one part, the place in sums_.
   size_t SumIndex(int64_t i, int64_t j) const;
   void Multiply(ThreadPool* pool, StopToken stop);
@@ -157,15 +166,27 @@ class GramState {
   // A panel is 32 features that follow each other within a part, the last of a
   // part with fewer; a tile is the products of two panels.
   int64_t panels_;
-  // 1 / step, [panels * 32].
+  // 1 / step, [panels * 32]; infinite where that is no float32, of which
+  // needs_doubles_ tells.
   std::vector<float> inverse_steps_;
+  std::vector<double> inverse_steps_double_;
+  bool needs_doubles_ = false;
+  bool has_overflowed_ = false;
   // Of each part the tiles (I, J) with I <= J, [32, 32] each.
   LineVector<int64_t> sums_;
   // Codes of rows that are not in the sums yet, [panels, pairs of rows, 32
-  // features, 2 rows]; empty if there are none.
+  // features, 2 rows]; empty if there are none. Codes beyond +-8191 are there
+  // but for a multiple of 2^13, which the same place of pending_high_ has; it
+  // is empty if there are none of them.
   LineVector<int16_t> pending_;
+  LineVector<int16_t> pending_high_;
   int64_t pending_rows_ = 0;
 };
+
+// Adds the sums of one Gram matrix to those of another.
+// Errors: STATISTICS_MISMATCH where a sum is larger than 64 bits hold.
+absl::Status AddGramSums(absl::Span<const int64_t> more,
+                         absl::Span<int64_t> sums);
 
 }  // namespace quantd::core
 

@@ -608,6 +608,14 @@ class CalibrateJob final : public TensorJob {
       case Step::kFinishGram:
         gram_->Finish(env_.helper_pool, stop());
         if (stop().stopped()) return core::StoppedError();
+        if (gram_->has_overflowed()) {
+          return core::WithField(
+              core::StatisticsMismatchError(
+                  "the squares of a feature add up to more than 2^62 steps "
+                  "squared; contribute fewer rows at once, or begin again with "
+                  "larger steps"),
+              "header.contribution.features");
+        }
         step_ = Step::kContribute;
         break;
       case Step::kContribute:

@@ -226,7 +226,9 @@ absl::Status GramWriter::WriteNext(SqlConnection* connection) {
   }
   if (part_ != nullptr) {
     const int64_t* const more = part_->code_sums.data() + first;
-    for (size_t i = 0; i < count; ++i) sums_[i] += more[i];
+    absl::Status status = core::AddGramSums(absl::MakeConstSpan(more, count),
+                                            absl::MakeSpan(sums_));
+    if (!status.ok()) return status;
   }
   const absl::string_view bytes(reinterpret_cast<const char*>(sums_.data()),
                                 count * sizeof(int64_t));

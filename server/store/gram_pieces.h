@@ -106,13 +106,14 @@ class GramWriter {
   // Whether more is left than a transaction should write.
   bool has_steps() const;
   // Then, while it has steps: writes the next pieces, and marks them.
+  // Errors: STATISTICS_MISMATCH where the sums become too large.
   absl::Status Step(SqlConnection* connection);
   // Whether a step was taken.
   bool is_staged() const { return staged_count_ > 0; }
 
   // Last: writes what is left, in the transaction of the row.
-  // Errors: STORE_UNAVAILABLE also where another contribution of the same
-  // sequence has changed what the steps wrote.
+  // Errors: those of Step; STORE_UNAVAILABLE also where another contribution of
+  // the same sequence has changed what the steps wrote.
   absl::StatusOr<WrittenGram> Finish(SqlConnection* connection);
 
   // That will be written, without sums.

@@ -1123,8 +1123,11 @@ absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGrams(
         whole->code_sums.resize(static_cast<size_t>(count));
         continue;
       }
-      int64_t* const to = whole->code_sums.data() + assembler->first_sum();
-      for (size_t i = 0; i < sums->size(); ++i) to[i] += (*sums)[i];
+      const absl::Status added = core::AddGramSums(
+          *sums, absl::MakeSpan(whole->code_sums)
+                     .subspan(static_cast<size_t>(assembler->first_sum()),
+                              sums->size()));
+      if (!added.ok()) return core::GramInvalidError(core::ErrorText(added));
     }
     if (assembler.has_value()) {
       if (absl::Status s = assembler->Finish(); !s.ok()) return s;

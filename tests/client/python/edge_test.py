@@ -307,7 +307,8 @@ CHANGES = {
     "indefinite": make_indefinite,
     "squares": lambda m: m.gram.code_sum.__setitem__(
         slice(None), [2 * s for s in m.gram.code_sum]),
-    "large": lambda m: m.gram.code_sum.__setitem__(0, 8191**2 * 4 + 1),
+    "large": lambda m: m.gram.code_sum.__setitem__(
+        0, (2**20 - 1)**2 * 4 + 1),
     "width": lambda m: m.gram.step_exponent.append(0),
     "steps": lambda m: m.gram.step_exponent.__setitem__(0, 9),
     "part": lambda m: setattr(m.gram, "part_size", 4),

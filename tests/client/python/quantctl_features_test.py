@@ -40,6 +40,7 @@ def test_a_file_is_worth_the_arrays(tmp_path, quantctl, client, element_type):
     inputs = rng.standard_normal((50, 3, 40)) * np.exp(
         2 * rng.standard_normal(40))
     inputs[:, :, 7] = 0
+    inputs[:, :, 13] *= 1e-40
     inputs[3, 1, 2] = np.inf
     inputs[5, 0, 39] = np.nan
     if element_type == "float64":

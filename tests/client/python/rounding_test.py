@@ -322,7 +322,7 @@ def test_inputs_that_the_steps_limited_are_told(client):
     x = rng.standard_normal((64, 16)).astype(np.float32)
     name = quantd.TensorName("limited", "x")
     client.calibrate(x, name, contribution=contribution())
-    x[:3, 5] = 100
+    x[:3, 5] = 1e4
     client.calibrate(x, name, contribution=contribution(sequence=2))
     weight = rng.standard_normal((8, 16)).astype(np.float32)
     rounded = client.quantize(weight, "int4:per-channel",
@@ -330,6 +330,58 @@ def test_inputs_that_the_steps_limited_are_told(client):
     assert rounded.summary.output_noise.clipped_input_count == 3
     measured, = client.evaluate(weight, ["int4:per-channel"], inputs=name)
     assert measured.output_noise.clipped_input_count == 3
+
+
+def test_inputs_may_become_larger(client):
+    """The first batch sets the steps of the Gram matrix."""
+    rng = np.random.default_rng(7)
+    x = (rng.standard_normal((600, 64)) @ rng.standard_normal((64, 64))).astype(
+        np.float32)
+    x[300:, 5] *= 100
+    weight = rng.standard_normal((32, 64)).astype(np.float32)
+    name = quantd.TensorName("larger", "x")
+    for sequence, batch in enumerate((x[:300], x[300:]), 1):
+        result = client.calibrate(batch, name, contribution=contribution(
+            sequence=sequence))
+        assert result.contribution.gram.clipped_count == 0
+
+    def noise(quantized):
+        error = (client.dequantize(quantized) - weight).astype(np.float64)
+        return ((x @ error.T)**2).sum() / (
+            (x @ weight.T.astype(np.float64))**2).sum()
+
+    rounded = client.quantize(weight, "int4:per-channel",
+                              rounding=quantd.Rounding(name))
+    assert rounded.summary.output_noise.noise_to_signal == pytest.approx(
+        noise(rounded), rel=2e-3)
+    nearest, = client.evaluate(weight, ["int4:per-channel"], inputs=name)
+    assert nearest.output_noise.noise_to_signal == pytest.approx(
+        noise(client.quantize(weight, "int4:per-channel")), rel=2e-3)
+
+
+@pytest.mark.parametrize("power", [-133, 120])
+def test_inputs_may_be_tiny_or_huge(client, power):
+    """Those of 2^-133 are below the least normal number of float32."""
+    rng = np.random.default_rng(8)
+    x = (rng.standard_normal((400, 48)) @ rng.standard_normal((48, 48))).astype(
+        np.float32)
+    weight = rng.standard_normal((16, 48)).astype(np.float32)
+    codes = []
+    for number, rows in enumerate((x, np.ldexp(x, power))):
+        name = quantd.TensorName(f"size-{power}", f"x-{number}")
+        client.calibrate(rows, name, contribution=contribution())
+        codes.append(client.quantize(
+            weight, "int4:per-channel",
+            rounding=quantd.Rounding(name)).codes.tobytes())
+    assert codes[0] == codes[1]
+
+
+def test_sums_of_squares_that_overflow_are_refused(client):
+    ones = np.ones((2**22 + 2048, 1), np.float32)
+    with pytest.raises(quantd.QuantdError, match="more than 2.62 steps") as error:
+        client.calibrate(ones, quantd.TensorName("overflow", "x"),
+                         contribution=contribution(step_exponent=[-20]))
+    assert error.value.reason == "STATISTICS_MISMATCH"
 
 
 def test_the_noise_of_nothing_is_not_a_number(client):

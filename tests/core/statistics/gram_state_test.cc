@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -64,9 +65,9 @@ NaiveGram Naive(const std::vector<int>& exponents, ElementType type,
       if (!is_finite) break;
       const double code =
           std::nearbyint(std::ldexp(static_cast<float>(real), -exponents[k]));
-      clipped += std::fabs(code) > 8191;
-      codes[k] =
-          static_cast<int64_t>(std::min(std::max(code, -8191.0), 8191.0));
+      constexpr double kMost = (1 << 20) - 1;
+      clipped += std::fabs(code) > kMost;
+      codes[k] = static_cast<int64_t>(std::min(std::max(code, -kMost), kMost));
     }
     if (!is_finite) {
       ++gram.left_out;
@@ -121,16 +122,19 @@ TEST(GramStateTest, EqualsTheDefinitionForEveryTypeAndTarget) {
       SCOPED_TRACE(ElementTypeName(type));
       for (const bool specials : {false, true}) {
         const auto reals = MakeRows(type, c.rows, c.features, specials, 3);
-        // Some elements do not fit.
-        std::vector<int> exponents(c.features, -10);
-        const NaiveGram want = Naive(exponents, type, c.rows, reals);
-        ForEachSimdTarget([&] {
-          GramState got = *GramState::Create(exponents, c.part_size);
-          got.Update(type, c.rows, reals.data(), nullptr);
-          got.Finish(nullptr);
-          ExpectGram(got, want);
-        });
-        if (HasFailure()) return;
+        // With codes beyond 8191, few and many, and elements that do not fit.
+        for (const int exponent : {-10, -13, -18}) {
+          SCOPED_TRACE(exponent);
+          const std::vector<int> exponents(c.features, exponent);
+          const NaiveGram want = Naive(exponents, type, c.rows, reals);
+          ForEachSimdTarget([&] {
+            GramState got = *GramState::Create(exponents, c.part_size);
+            got.Update(type, c.rows, reals.data(), nullptr);
+            got.Finish(nullptr);
+            ExpectGram(got, want);
+          });
+          if (HasFailure()) return;
+        }
       }
     }
   }
@@ -144,8 +148,8 @@ TEST(GramStateTest, HoldsTheLargestCodes) {
   for (int64_t i = 0; i < kRows * kFeatures; ++i) {
     const int64_t feature = i % kFeatures;
     // The last that fits, one that is limited, and infinity's neighbour.
-    const float x = feature % 3 == 0   ? 8191.25f
-                    : feature % 3 == 1 ? 8191.5f
+    const float x = feature % 3 == 0   ? 1048575.25f
+                    : feature % 3 == 1 ? 1048575.5f
                                        : std::numeric_limits<float>::max();
     reals[i] = feature % 2 ? -x : x;
   }
@@ -158,7 +162,7 @@ TEST(GramStateTest, HoldsTheLargestCodes) {
     for (int64_t i = 0; i < kFeatures; ++i) {
       for (int64_t j = 0; j < kFeatures; ++j) {
         ASSERT_EQ(got.code_sum(i, j),
-                  kRows * 8191 * 8191 * ((i + j) % 2 ? -1 : 1));
+                  kRows * 1048575 * 1048575 * ((i + j) % 2 ? -1 : 1));
       }
     }
   });
@@ -168,7 +172,11 @@ TEST(GramStateTest, DoesNotDependOnThreadsChunkingOrOrder) {
   constexpr int64_t kFeatures = 333;
   constexpr int64_t kRows = 1500;
   ThreadPool pool(2);
-  const auto reals = MakeRows(ElementType::kFloat32, kRows, kFeatures, true, 5);
+  auto reals = MakeRows(ElementType::kFloat32, kRows, kFeatures, true, 5);
+  // Some rows have larger elements than the first 100.
+  for (int64_t i = 700 * kFeatures; i < kRows * kFeatures; i += 1001) {
+    StoreReal(ElementType::kFloat32, 200 * std::sin(i), reals.data(), i);
+  }
   const std::vector<int> exponents =
       GramState::ExponentsFor(GramState::LargestMagnitudes(
           ElementType::kFloat32, 100, kFeatures, reals.data()));
@@ -201,6 +209,80 @@ TEST(GramStateTest, DoesNotDependOnThreadsChunkingOrOrder) {
     sources[0].Merge(sources[1]);
     ExpectSame(sources[0], want);
   }
+}
+
+GramState GramOf(std::vector<int> exponents, const std::vector<float>& rows) {
+  const auto features = static_cast<int64_t>(exponents.size());
+  GramState gram = *GramState::Create(std::move(exponents), features);
+  gram.Update(ElementType::kFloat32,
+              static_cast<int64_t>(rows.size()) / features,
+              reinterpret_cast<const uint8_t*>(rows.data()), nullptr);
+  gram.Finish(nullptr);
+  return gram;
+}
+
+// Steps that a first batch set are good for larger ones.
+TEST(GramStateTest, HoldsInputsThatBecomeLarger) {
+  constexpr int64_t kRows = 400;
+  constexpr int64_t kFeatures = 40;
+  std::mt19937 random(11);
+  std::normal_distribution<float> normal;
+  std::vector<float> rows(kRows * kFeatures);
+  for (float& x : rows) x = normal(random);
+  const std::vector<int> exponents =
+      GramState::ExponentsFor(GramState::LargestMagnitudes(
+          ElementType::kFloat32, kRows, kFeatures,
+          reinterpret_cast<const uint8_t*>(rows.data())));
+  for (const int64_t last : {int64_t{1}, kFeatures}) {
+    SCOPED_TRACE(last);
+    std::vector<float> later = rows;
+    for (size_t i = 0; i < rows.size(); ++i) {
+      if (static_cast<int64_t>(i) % kFeatures < last) later[i] *= 100;
+    }
+    const GramState gram = GramOf(exponents, later);
+    EXPECT_EQ(gram.clipped(), 0);
+    const std::vector<double> dense = gram.Dense();
+    for (int64_t i = 0; i < kFeatures; ++i) {
+      for (int64_t j = 0; j < kFeatures; ++j) {
+        double want = 0;
+        for (int64_t r = 0; r < kRows; ++r) {
+          want += double{later[r * kFeatures + i]} * later[r * kFeatures + j];
+        }
+        ASSERT_NEAR(dense[i * kFeatures + j], want, gram.ErrorBound(i, j));
+        ASSERT_LT(gram.ErrorBound(i, j),
+                  2e-3 * std::sqrt(dense[i * (kFeatures + 1)] *
+                                   dense[j * (kFeatures + 1)]));
+      }
+    }
+  }
+}
+
+TEST(GramStateTest, HoldsTheSmallestFloats) {
+  for (const float tiny : {1e-45f, 1e-40f, 1e-37f}) {
+    SCOPED_TRACE(tiny);
+    const std::vector<int> exponents = GramState::ExponentsFor({tiny, 1});
+    const GramState gram = GramOf(exponents, {tiny, 1, -tiny, 3, 0, -500});
+    EXPECT_EQ(gram.clipped(), 0);
+    EXPECT_NEAR(gram.Dense()[0] / (2 * std::pow(double{tiny}, 2)), 1, 1e-3);
+    EXPECT_NEAR(gram.Dense()[1] / (-2 * double{tiny}), 1, 1e-3);
+    EXPECT_EQ(gram.Dense()[3], 250010);
+  }
+}
+
+TEST(GramStateTest, TellsSumsThatOverflow) {
+  GramState::Parts parts = GramOf({0}, {1}).ToParts();
+  parts.rows = int64_t{1} << 23;
+  parts.code_sums = {int64_t{1} << 62};
+  GramState gram = *GramState::FromParts(parts);
+  EXPECT_THAT(gram.CheckMergeable(gram).message(),
+              HasSubstr("STATISTICS_MISMATCH"));
+  EXPECT_FALSE(gram.has_overflowed());
+  const std::vector<float> rows(600, 1e6f);
+  gram.Update(ElementType::kFloat32, 600,
+              reinterpret_cast<const uint8_t*>(rows.data()), nullptr);
+  gram.Finish(nullptr);
+  EXPECT_TRUE(gram.has_overflowed());
+  EXPECT_GT(gram.code_sum(0, 0), 0);
 }
 
 TEST(GramStateTest, KeepsItsErrorBound) {
@@ -276,9 +358,9 @@ TEST(GramStateTest, GivesThePartsOfManyFeatures) {
 }
 
 TEST(GramStateTest, DerivesExponents) {
-  // Twice the largest still fits.
+  // 256 times the largest still fits.
   EXPECT_THAT(GramState::ExponentsFor({1.0f, 0.0f, 1.99f, 2.0f, 1e-45f, 3e38f}),
-              ElementsAre(-11, 116, -11, -10, -126, 116));
+              ElementsAre(-11, 116, -11, -10, -149, 116));
   EXPECT_THAT(GramState::ExponentsFor({0.0f, 0.25f}), ElementsAre(-13, -13));
   EXPECT_THAT(GramState::ExponentsFor({0.0f}), ElementsAre(-11));
 }
@@ -324,7 +406,7 @@ TEST(GramStateTest, RefusesPartsThatContradictThemselves) {
   expect_refused("parts", [](Parts& p) { p.part_size = 4; });
   expect_refused("parts", [](Parts& p) { p.part_size = 2; });
   expect_refused("exponent", [](Parts& p) { p.exponents[1] = 117; });
-  expect_refused("exponent", [](Parts& p) { p.exponents[1] = -127; });
+  expect_refused("exponent", [](Parts& p) { p.exponents[1] = -150; });
   expect_refused("6 for 3", [](Parts& p) { p.code_sums.pop_back(); });
   expect_refused("rows", [](Parts& p) { p.rows = -1; });
   expect_refused("rows", [](Parts& p) { p.rows = GramState::kMaxRows + 1; });

@@ -683,6 +683,21 @@ TEST_P(StatisticsStoreTest, BoundsTheRowsOfAllSourcesTogether) {
   EXPECT_EQ(MustGetGram().rows, 4 * parts.rows);
 }
 
+TEST_P(StatisticsStoreTest, RefusesGramMatricesThatOverflow) {
+  core::StatisticsState state = MakeState({1, 2}, {1, 2});
+  core::GramState::Parts parts = MakeGram({1, 2}, {-10, -10}).ToParts();
+  parts.rows = int64_t{1} << 23;
+  parts.code_sums = {0, 0, int64_t{1} << 62};
+  state.gram = *core::GramState::FromParts(parts);
+  MustContribute("a", 1, state);
+  EXPECT_EQ(Reason(Contribute("a", 2, state).status()), "STATISTICS_MISMATCH");
+  EXPECT_EQ(MustGetGram().code_sums, parts.code_sums);
+  // Nobody adds those of other sources before they are read.
+  MustContribute("b", 1, state);
+  const auto proceed = [](int64_t /*memory*/) { return absl::OkStatus(); };
+  EXPECT_EQ(Reason(store_->ReadGram(key_, proceed).status()), "GRAM_INVALID");
+}
+
 TEST_P(StatisticsStoreTest, AsksBeforeItReadsAGramMatrix) {
   MustContribute("a", 1, StateWithGram(1));
   int64_t asked = 0;

@@ -291,7 +291,7 @@ TEST(CheckGramFitsTest, SquaresAreThoseOfTheElements) {
   EXPECT_EQ(core::ErrorReason(CheckSquares(elements, 2)), "STATISTICS_INVALID");
   EXPECT_EQ(core::ErrorReason(CheckSquares(elements, 0)), "STATISTICS_INVALID");
   // Where elements were limited, only more squares are too many.
-  elements[5] = 1e4;
+  elements[5] = 1e5;
   EXPECT_EQ(CheckSquares(elements, 1), absl::OkStatus());
   // What all steps round away may be there.
   EXPECT_EQ(CheckSquares(std::vector<float>(400, 0.007f), 1), absl::OkStatus());

@@ -152,10 +152,12 @@ class NumpyKernels:
 
     @staticmethod
     def scaled(rows: Array, exponents: Sequence[int]) -> Array:
-        """By 2^-exponent of each column, in float32."""
+        """By 2^-exponent of each column."""
+        # No float32 is as large as those of tiny steps.
+        one = np.float32(1) if min(exponents) >= -126 else np.float64(1)
         with np.errstate(over="ignore", under="ignore"):
             found: Array = rows * np.ldexp(
-                np.float32(1), -np.array(exponents, np.int32))
+                one, -np.array(exponents, np.int32))
         return found
 
     @staticmethod

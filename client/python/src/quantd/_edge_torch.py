@@ -144,9 +144,11 @@ class TorchKernels:
 
     @staticmethod
     def scaled(rows: torch.Tensor, exponents: Sequence[int]) -> torch.Tensor:
-        """By 2^-exponent of each column, in float32."""
+        """By 2^-exponent of each column."""
+        # No float32 is as large as those of tiny steps.
+        dtype = torch.float32 if min(exponents) >= -126 else torch.float64
         return rows * torch.tensor([2.0**-exponent for exponent in exponents],
-                                   dtype=torch.float32, device=rows.device)
+                                   dtype=dtype, device=rows.device)
 
     @staticmethod
     def rounded(array: torch.Tensor, limit: int) -> torch.Tensor:

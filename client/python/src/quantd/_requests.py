@@ -49,7 +49,7 @@ Result = TypeVar("Result")
 
 def gram_steps(array: Any, element_type: Optional[str] = None) -> list[int]:
     """Exponents for the steps of a Gram matrix of arrays like this one; see
-    FeatureStatistics. Twice the largest magnitude of a feature still fits.
+    FeatureStatistics. 256 times the largest magnitude of a feature still fits.
 
     Raises: ARGUMENT_INVALID.
     """
@@ -68,7 +68,7 @@ def gram_steps(array: Any, element_type: Optional[str] = None) -> list[int]:
     largest = np.where(np.isfinite(values), values, 0).max(0, initial=0)
     seen = np.where(largest > 0, largest, largest.max() or 1)
     exponents = np.frexp(seen)[1] - 1 - 11
-    return [int(e) for e in np.clip(exponents, -126, 116)]
+    return [int(e) for e in np.clip(exponents, -149, 116)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,9 @@ _MANTISSA_BITS = range(2, 11)
 # Elements that are worked on at once: what is made of them takes some tens of
 # bytes for each, and the sum of squares of 21 bits must fit.
 _AT_ONCE = 1 << 20
-_LARGEST_CODE = 8191
+# Of a Gram matrix, and of how many rows the sums of products are exact.
+_LARGEST_CODE = (1 << 20) - 1
+_EXACT_ROWS = 1 << 13
 # 32 bits.
 _LOW = (1 << 32) - 1
 # Of an element: the sign, and the power of two that its mantissa counts.
@@ -407,7 +409,7 @@ class State:
         self._rows[1] += left_out
         assert self.step_exponent is not None
         features = len(self.step_exponent)
-        at_once = max(1, _AT_ONCE // features)
+        at_once = max(1, min(_AT_ONCE // features, _EXACT_ROWS))
         for begin in range(0, max(1, len(rows)), at_once):
             scaled = kernels.scaled(rows[begin:begin + at_once],
                                     self.step_exponent)

@@ -780,10 +780,10 @@ class Calibration:
         if gram and name not in self._clipped and (
                 gram.clipped_count > _CLIPPED_SHARE * answer.statistics.count):
             self._clipped.add(name)
-            _warn(f"{name}: {gram.clipped_count} elements of a batch are larger "
-                  "than the steps of the Gram matrix, which the first batch "
-                  "set, have room for; delete the statistics and begin with a "
-                  "batch of larger values")
+            _warn(f"{name}: {gram.clipped_count} elements of a batch are more "
+                  "than 256 times as large as those of the first batch, and "
+                  "limited in the Gram matrix; delete the statistics and begin "
+                  "with a batch of larger values")
 
     def _has_ended(self) -> bool:
         with self._changed:
