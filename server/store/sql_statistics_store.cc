@@ -1189,11 +1189,11 @@ absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGrams(
         whole->code_sums.resize(static_cast<size_t>(count));
         continue;
       }
-      absl::Status status = core::AddGramSums(
+      const absl::Status added = core::AddGramSums(
           *sums, absl::MakeSpan(whole->code_sums)
                      .subspan(static_cast<size_t>(assembler->first_sum()),
                               sums->size()));
-      if (!status.ok()) return status;
+      if (!added.ok()) return core::GramInvalidError(core::ErrorText(added));
     }
     if (assembler.has_value()) {
       if (absl::Status s = assembler->Finish(); !s.ok()) return s;

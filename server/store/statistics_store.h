@@ -112,7 +112,7 @@ class StatisticsStore {
 
   // The Gram matrix over all sources that have one; none where no source has.
   // Calls `proceed` before each with what reading it will hold in memory.
-  // Errors: STATISTICS_NOT_FOUND; that of `proceed`.
+  // Errors: STATISTICS_NOT_FOUND, GRAM_INVALID; that of `proceed`.
   virtual absl::StatusOr<absl::optional<core::GramState>> ReadGram(
       const EncodingKey& key,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) = 0;

@@ -745,8 +745,7 @@ TEST_P(StatisticsStoreTest, RefusesGramMatricesThatOverflow) {
   // Nobody adds those of other sources before they are read.
   MustContribute("b", 1, state);
   const auto proceed = [](int64_t /*memory*/) { return absl::OkStatus(); };
-  EXPECT_EQ(Reason(store_->ReadGram(key_, proceed).status()),
-            "STATISTICS_MISMATCH");
+  EXPECT_EQ(Reason(store_->ReadGram(key_, proceed).status()), "GRAM_INVALID");
 }
 
 TEST_P(StatisticsStoreTest, AsksBeforeItReadsAGramMatrix) {
