@@ -558,8 +558,8 @@ class AllOrNothingTest(FilesCase):
 
     def test_ASweepRefusesANameThatAFileOfSpecsCannotHave(self):
         path = self.path("named")
-        write_safetensors(path, {"a=b.weight": ("F32", [4], floats(1, 2, 3, 4))},
-                          {})
+        write_safetensors(
+            path, {"a=b.weight": ("F32", [2, 2], floats(1, 2, 3, 4))}, {})
         names = ("--model", "named")
         self.run_quantctl("calibrate", path, *names, "--source", "a",
                           "--sequence", "1")
