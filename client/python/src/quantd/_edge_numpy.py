@@ -154,7 +154,8 @@ class NumpyKernels:
     def scaled(rows: Array, exponents: Sequence[int]) -> Array:
         """By 2^-exponent of each column."""
         # No float32 is as large as those of tiny steps.
-        one = np.float32(1) if min(exponents) >= -126 else np.float64(1)
+        is_tiny = min(exponents, default=0) < -126
+        one: Array = np.ones(1, np.float64 if is_tiny else np.float32)
         with np.errstate(over="ignore", under="ignore"):
             found: Array = rows * np.ldexp(
                 one, -np.array(exponents, np.int32))
