@@ -382,8 +382,9 @@ TEST_P(StoreCheckTest, ListsTellARevisionThatIsDamaged) {
       EXPECT_EQ(entry.revision_count, entry.model == "other" ? 1 : 2);
     }
     run(repair);
-    for (const RevisionListEntry& entry :
-         *encodings_.ListRevisions(kModel, "", 10)) {
+    const auto repaired = encodings_.ListRevisions(kModel, "", 10);
+    ASSERT_TRUE(repaired.ok()) << repaired.status();
+    for (const RevisionListEntry& entry : *repaired) {
       EXPECT_TRUE(entry.error.ok()) << entry.error;
     }
   }
