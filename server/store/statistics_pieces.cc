@@ -19,6 +19,7 @@ namespace {
 
 constexpr absl::string_view kCannotAddStatistics =
     "cannot contribute statistics";
+constexpr absl::string_view kCannotFreeStatistics = "cannot free statistics";
 
 constexpr char kWriteStatisticsPiece[] =
     "INSERT INTO statistics_pieces (set_id, tensor, source, sequence, "
@@ -55,7 +56,7 @@ constexpr char kFreeStatistics[] =
     "AND tensor = $2 AND source = $3 AND " QUANTD_NOT_BEING_WRITTEN
     " AND (sequence, piece) IN (SELECT sequence, piece " QUANTD_WITHOUT_ROW
     " LIMIT 4) RETURNING piece";
-constexpr char kFreedStatistics[] =
+constexpr char kForgetFreed[] =
     "DELETE FROM lost_statistics WHERE set_id = $1 AND tensor = $2 "
     "AND source = $3 AND NOT EXISTS (SELECT 1 " QUANTD_WITHOUT_ROW ")";
 #undef QUANTD_WITHOUT_ROW
@@ -153,30 +154,29 @@ absl::StatusOr<int> FreeStatisticsPieces(SqlConnection* connection,
                                          absl::string_view tensor,
                                          absl::string_view source,
                                          absl::Time abandoned_time) {
-  constexpr absl::string_view kWhat = "cannot free statistics";
-  const auto prepare = [&](const char* sql) {
-    std::unique_ptr<SqlStatement> row = connection->Prepare(sql);
-    row->BindInt(1, set_id);
-    row->BindText(2, tensor);
-    row->BindText(3, source);
-    return row;
-  };
+  const std::unique_ptr<SqlStatement> row =
+      connection->Prepare(kFreeStatistics);
+  row->BindInt(1, set_id);
+  row->BindText(2, tensor);
+  row->BindText(3, source);
+  row->BindInt(4, absl::ToUnixMicros(abandoned_time));
   int count = 0;
-  {
-    const std::unique_ptr<SqlStatement> row = prepare(kFreeStatistics);
-    row->BindInt(4, absl::ToUnixMicros(abandoned_time));
-    while (true) {
-      absl::StatusOr<bool> found = row->Step(kWhat);
-      if (!found.ok()) return found.status();
-      if (!*found) break;
-      ++count;
-    }
+  while (true) {
+    absl::StatusOr<bool> found = row->Step(kCannotFreeStatistics);
+    if (!found.ok()) return found.status();
+    if (!*found) return count;
+    ++count;
   }
-  if (count < kPiecesPerTransaction) {
-    absl::Status status = prepare(kFreedStatistics)->Step(kWhat).status();
-    if (!status.ok()) return status;
-  }
-  return count;
+}
+
+absl::Status ForgetFreedStatistics(SqlConnection* connection, int64_t set_id,
+                                   absl::string_view tensor,
+                                   absl::string_view source) {
+  const std::unique_ptr<SqlStatement> row = connection->Prepare(kForgetFreed);
+  row->BindInt(1, set_id);
+  row->BindText(2, tensor);
+  row->BindText(3, source);
+  return row->Step(kCannotFreeStatistics).status();
 }
 
 std::unique_ptr<SqlStatement> SelectPiece(SqlConnection* connection,

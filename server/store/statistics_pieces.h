@@ -81,6 +81,12 @@ absl::StatusOr<int> FreeStatisticsPieces(SqlConnection* connection,
                                          absl::string_view tensor,
                                          absl::string_view source,
                                          absl::Time abandoned_time);
+// Then, if nothing of the source is left to free: forgets that there was. Not
+// while a transaction deletes the source's row, whose note this would take.
+// Errors: STORE_UNAVAILABLE, STORE_CORRUPT.
+absl::Status ForgetFreedStatistics(SqlConnection* connection, int64_t set_id,
+                                   absl::string_view tensor,
+                                   absl::string_view source);
 
 // What is there of a piece: a statement of its checksum and its bytes, which
 // Step has to find.

@@ -157,6 +157,11 @@ absl::StatusOr<absl::optional<int>> FreeStatistics(SqlConnection& connection,
   const absl::StatusOr<int> count =
       FreeStatisticsPieces(&connection, set_id, tensor, source, abandoned_time);
   if (!count.ok()) return count.status();
+  if (*count < kPiecesPerTransaction) {
+    absl::Status status =
+        ForgetFreedStatistics(&connection, set_id, tensor, source);
+    if (!status.ok()) return status;
+  }
   return absl::optional<int>(*count);
 }
 

@@ -518,6 +518,7 @@ TEST_P(StoreSpaceTest, AContributionThatIsGoneLeavesNothing) {
       FreeAll(-kAge);
     }
     EXPECT_EQ(StatisticsPieces(), one);
+    FreeAll(kAge);
     EXPECT_EQ(CountOf("SELECT COUNT(*) FROM lost_statistics"), 0);
     ExpectSound();
   }
@@ -625,6 +626,36 @@ TEST_P(StoreSpaceTest, AGramMatrixIsWrittenWhileItsSourceIsDeleted) {
     EXPECT_GE(GramRows(key), 1);
     EXPECT_TRUE(statistics_.DeleteStatistics(key, "").ok());
   }
+  FreeAll(kAge);
+  EXPECT_EQ(StatisticsPieces(), 0);
+  ExpectSound();
+}
+
+TEST_P(StoreSpaceTest, WhatIsBeingDeletedIsNotForgotten) {
+  // Nobody else writes into SQLite's file meanwhile.
+  if (GetParam() == Backend::kSqlite) GTEST_SKIP();
+  const EncodingKey key{"m", "main", "a"};
+  ASSERT_TRUE(
+      statistics_.Contribute({key, "s", 1}, testing::MakeStateWithGram(1500), 1)
+          .ok());
+  const int64_t set_id = CountOf("SELECT set_id FROM row_sets");
+  // That pieces are to be freed is noted since the first step.
+  EXPECT_EQ(CountOf("SELECT COUNT(*) FROM lost_statistics"), 1);
+  const std::shared_ptr<SqlDatabase> other = database_.Open();
+  const auto remove = [&](SqlConnection& connection) -> absl::Status {
+    const absl::Status status =
+        connection.Prepare("DELETE FROM statistics")->Step("").status();
+    if (!status.ok()) return status;
+    // As a contribution does after its last step.
+    return other->Write([&](SqlConnection& freeing) {
+      const absl::StatusOr<int> count = FreeStatisticsPieces(
+          &freeing, set_id, "a", "s", absl::InfinitePast());
+      EXPECT_EQ(count.value_or(-1), 0);
+      return count.status();
+    });
+  };
+  const absl::Status status = sql_->Write(remove);
+  ASSERT_TRUE(status.ok()) << status;
   FreeAll(kAge);
   EXPECT_EQ(StatisticsPieces(), 0);
   ExpectSound();
