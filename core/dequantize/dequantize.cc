@@ -77,7 +77,7 @@ void DequantizeSimd(const DequantizeRange& range) { DequantizeScalar(range); }
 #else
 
 // --- What codes stand for ---------------------------------------------------
-// Value(d, in, values): the values of Lanes(d) codes, as float32.
+// Value(d, in): the values of Lanes(d) codes, as float32.
 
 template <typename Code>
 struct IntegerValues {
@@ -88,6 +88,16 @@ struct IntegerValues {
     const hn::RebindToSigned<D> di;
     const hn::Rebind<Code, D> dc;
     return hn::ConvertTo(d, hn::PromoteTo(di, LoadBytes(dc, in)));
+  }
+};
+
+// Codes that are decoded already.
+struct DecodedValues {
+  static constexpr int kCodeBytes = sizeof(float);
+
+  template <class D>
+  HWY_INLINE hn::Vec<D> Value(D d, const uint8_t* HWY_RESTRICT in) const {
+    return LoadBytes(d, in);
   }
 };
 
@@ -351,6 +361,24 @@ void DequantizeSpan(const Values& values_in, const Scales& scales_in,
   }
 }
 
+// Without scales.
+template <class Values>
+HWY_NOINLINE void Decode(const Values& values_in,
+                         const uint8_t* HWY_RESTRICT in, int64_t count,
+                         float* HWY_RESTRICT out) {
+  const hn::ScalableTag<float> d;
+  constexpr int64_t kLanes = hn::MaxLanes(hn::ScalableTag<float>());
+  const Values values = values_in;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    hn::StoreU(values.Value(d, in + i * Values::kCodeBytes), d, out + i);
+  }
+  const hn::CappedTag<float, 1> one;
+  for (; i < count; ++i) {
+    hn::StoreU(values.Value(one, in + i * Values::kCodeBytes), one, out + i);
+  }
+}
+
 // `count` elements of a row; `row` is where they begin.
 template <typename T, ZeroPoints kZeroPoints, class Values>
 void DequantizeRow(const Encoding& encoding, const BlockLayout::Row& row,
@@ -392,15 +420,17 @@ void DequantizeRow(const Encoding& encoding, const BlockLayout::Row& row,
   }
 }
 
-// A range in blocks, with codes unpacked to a byte each and outputs of T.
-// `fallback` takes the blocks that have codes that `values` cannot take.
-template <typename T, ZeroPoints kZeroPoints, class Values, class Fallback>
+// A range in blocks, with codes unpacked to a byte each. `fallback` takes the
+// blocks that have codes that `values` cannot take. Doubles are rare, so that
+// not each kind of values has loops for them: their codes are decoded first.
+template <ZeroPoints kZeroPoints, class Values, class Fallback>
 void DequantizeBlocks(const DequantizeRange& range, bool unpacks_sign,
                       const Values& values, const Fallback& fallback) {
   const bool is_packed = range.format.storage_bits < 8;
   const int64_t element_bytes = ElementSizeBytes(range.type);
   Sink sink{range.type, element_bytes, range.is_large ? kPrefetchBytes : 0};
-  const bool narrows = sizeof(T) == 4 && range.type != ElementType::kFloat32 &&
+  const bool is_double = range.type == ElementType::kFloat64;
+  const bool narrows = !is_double && range.type != ElementType::kFloat32 &&
                        !CanStoreNarrow(range.type);
   if (narrows) sink = {ElementType::kFloat32, 4, 0};
   HWY_ALIGN float wide[kBlockElements];
@@ -425,17 +455,26 @@ void DequantizeBlocks(const DequantizeRange& range, bool unpacks_sign,
       falls_back = values.HasSpecial(in, count);
     }
 #endif
+    if (is_double && falls_back) {
+      Decode(fallback, in, count, wide);
+    } else if (is_double) {
+      Decode(values, in, count, wide);
+    }
     for (int64_t i = 0; i < count;) {
       if (row.count == 0) cursor.Next(&row);
       const int64_t n = std::min(row.count, count - i);
       const uint8_t* from = in + i * Values::kCodeBytes;
       uint8_t* to = block_out + i * sink.size_bytes;
-      if (HWY_UNLIKELY(falls_back)) {
-        DequantizeRow<T, kZeroPoints>(range.encoding, row, fallback, from, n,
-                                      sink, to);
+      if (is_double) {
+        DequantizeRow<double, kZeroPoints>(
+            range.encoding, row, DecodedValues(),
+            reinterpret_cast<const uint8_t*>(wide + i), n, sink, to);
+      } else if (HWY_UNLIKELY(falls_back)) {
+        DequantizeRow<float, kZeroPoints>(range.encoding, row, fallback, from,
+                                          n, sink, to);
       } else {
-        DequantizeRow<T, kZeroPoints>(range.encoding, row, values, from, n,
-                                      sink, to);
+        DequantizeRow<float, kZeroPoints>(range.encoding, row, values, from, n,
+                                          sink, to);
       }
       const int64_t past = row.offset + n;
       row.count -= n;
@@ -447,23 +486,21 @@ void DequantizeBlocks(const DequantizeRange& range, bool unpacks_sign,
   }
 }
 
-template <typename T, class Values>
+template <class Values>
 void DequantizeIntegers(const DequantizeRange& range, const Values& values) {
   // Unpacked codes are negative where a table does not take them as they are.
   const bool unpacks_sign =
       range.format.is_signed && !std::is_same_v<Values, SmallTable>;
   if (range.encoding.zero_points_are_real) {
-    DequantizeBlocks<T, ZeroPoints::kReal>(range, unpacks_sign, values, values);
+    DequantizeBlocks<ZeroPoints::kReal>(range, unpacks_sign, values, values);
   } else if (range.encoding.zero_point.empty()) {
-    DequantizeBlocks<T, ZeroPoints::kNone>(range, unpacks_sign, values, values);
+    DequantizeBlocks<ZeroPoints::kNone>(range, unpacks_sign, values, values);
   } else {
-    DequantizeBlocks<T, ZeroPoints::kCodes>(range, unpacks_sign, values,
-                                            values);
+    DequantizeBlocks<ZeroPoints::kCodes>(range, unpacks_sign, values, values);
   }
 }
 
-template <typename T>
-void DequantizeTyped(const DequantizeRange& range) {
+void DequantizeSimd(const DequantizeRange& range) {
   const FormatInfo& format = range.format;
   HWY_ALIGN float entries[kTableEntries];
   if (format.kind != CodeKind::kInteger) {
@@ -471,41 +508,33 @@ void DequantizeTyped(const DequantizeRange& range) {
     const LargeTable table{values};
     if (format.bits <= 4) {
       const SmallTable small_table{values};
-      DequantizeBlocks<T, ZeroPoints::kNone>(range, false, small_table,
-                                             small_table);
+      DequantizeBlocks<ZeroPoints::kNone>(range, false, small_table,
+                                          small_table);
       return;
     }
 #if QUANTD_HAS_F16
     if (format.kind == CodeKind::kFloat &&
         HalfValues::Supports(format.float_layout)) {
-      DequantizeBlocks<T, ZeroPoints::kNone>(
+      DequantizeBlocks<ZeroPoints::kNone>(
           range, false, HalfValues(format.float_layout), table);
       return;
     }
 #endif
-    DequantizeBlocks<T, ZeroPoints::kNone>(range, false, table, table);
+    DequantizeBlocks<ZeroPoints::kNone>(range, false, table, table);
   } else if (format.storage_bits == 16) {
     if (format.is_signed) {
-      DequantizeIntegers<T>(range, IntegerValues<int16_t>());
+      DequantizeIntegers(range, IntegerValues<int16_t>());
     } else {
-      DequantizeIntegers<T>(range, IntegerValues<uint16_t>());
+      DequantizeIntegers(range, IntegerValues<uint16_t>());
     }
   } else if (format.storage_bits < 8 &&
              hn::MaxLanes(hn::ScalableTag<float>()) >= 8) {
     FillIntegers(format, entries);
-    DequantizeIntegers<T>(range, SmallTable{entries});
+    DequantizeIntegers(range, SmallTable{entries});
   } else if (format.is_signed) {
-    DequantizeIntegers<T>(range, IntegerValues<int8_t>());
+    DequantizeIntegers(range, IntegerValues<int8_t>());
   } else {
-    DequantizeIntegers<T>(range, IntegerValues<uint8_t>());
-  }
-}
-
-void DequantizeSimd(const DequantizeRange& range) {
-  if (range.type == ElementType::kFloat64) {
-    DequantizeTyped<double>(range);
-  } else {
-    DequantizeTyped<float>(range);
+    DequantizeIntegers(range, IntegerValues<uint8_t>());
   }
 }
 
