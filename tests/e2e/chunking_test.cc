@@ -401,7 +401,7 @@ class ChunkingTest : public ::testing::Test {
 };
 
 int CaseStep() {
-  return static_cast<int>(testing::Count("QUANTD_CHUNKING_STEP", 3));
+  return static_cast<int>(testing::Count("QUANTD_CHUNKING_STEP", 7));
 }
 
 TEST_F(ChunkingTest, SmallChunksGiveTheSameBytesOnEveryTargetAndThreadCount) {

@@ -666,7 +666,7 @@ TEST_P(StoreSpaceTest, AModelOfManyRevisionsIsDeleted) {
   ASSERT_TRUE(encodings_.Put({"m", "main", "a"}, MakeSmall(), {}).ok());
   constexpr char kAddRevisions[] =
       "WITH RECURSIVE numbers (number) AS ("
-      "SELECT 1 UNION ALL SELECT number + 1 FROM numbers WHERE number < 20000) "
+      "SELECT 1 UNION ALL SELECT number + 1 FROM numbers WHERE number < 8000) "
       "INSERT INTO row_sets (model, revision, kind, set_id, generation, "
       "update_time_us, checksum) SELECT 'm', 'r' || number, 0, "
       "1000000 + number, 0, 0, 0 FROM numbers";
