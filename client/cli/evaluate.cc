@@ -12,7 +12,6 @@
 #include <variant>
 #include <vector>
 
-#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -201,17 +200,16 @@ absl::Status LeaveOutNoBlocks(const EvaluateOptions& options,
   std::vector<const files::FileTensor*> measured;
   std::vector<std::string> notes;
   for (const files::FileTensor* const tensor : *tensors) {
-    const bool is_named = absl::c_any_of(
-        options.filter.include, [tensor](const std::string& pattern) {
-          return MatchesGlob(pattern, tensor->name);
-        });
+    const bool is_named = MatchesAny(options.filter.include, tensor->name);
     bool is_left_out = false;
     for (const Candidate& candidate : candidates) {
       if (candidate.is_stored) continue;
+      const files::GgufType* const type =
+          BlockTypeFor(candidate.spec, tensor->shape);
       const std::string text =
-          NoWholeBlocksText(candidate.spec, *tensor, "left out");
+          NoWholeBlocksText(candidate.spec, *tensor, type, "left out");
       if (text.empty()) continue;
-      const bool is_without = !IsBlocks(candidate, *tensor);
+      const bool is_without = type == nullptr;
       if (is_without && is_named) continue;
       is_left_out = is_left_out || is_without;
       notes.push_back(absl::StrCat("quantctl: ", text));

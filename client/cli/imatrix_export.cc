@@ -139,11 +139,7 @@ class ImatrixExport {
 
  private:
   bool Includes(const std::string& tensor) const {
-    return include_.empty() ||
-           std::any_of(include_.begin(), include_.end(),
-                       [&](const std::string& pattern) {
-                         return MatchesGlob(pattern, tensor);
-                       });
+    return include_.empty() || MatchesAny(include_, tensor);
   }
 
   void LeaveOut(const std::string& tensor, absl::string_view why) {

@@ -417,13 +417,7 @@ class Exporter {
     if (!encodings.ok()) return encodings.status();
     for (const v1::StoredEncoding& entry : *encodings) {
       const std::string& tensor = entry.name().tensor();
-      if (!job_.include.empty() &&
-          std::none_of(job_.include.begin(), job_.include.end(),
-                       [&tensor](const std::string& pattern) {
-                         return MatchesGlob(pattern, tensor);
-                       })) {
-        continue;
-      }
+      if (!job_.include.empty() && !MatchesAny(job_.include, tensor)) continue;
       const absl::Status status = QuantizeOne(tensor, model);
       if (status.ok()) continue;
       if (ExitCodeOf(status) == kUnreachable) return status;

@@ -309,13 +309,6 @@ absl::Status CheckSelected(const QuantizeOptions& options,
   return absl::OkStatus();
 }
 
-template <typename Patterns>
-bool MatchesAny(const Patterns& patterns, absl::string_view name) {
-  return std::any_of(
-      std::begin(patterns), std::end(patterns),
-      [name](absl::string_view pattern) { return MatchesGlob(pattern, name); });
-}
-
 // Whether somebody asked for this tensor and not only for all, as a mixture
 // does.
 bool IsNamed(const QuantizeOptions& options, const SpecSet& specs,
@@ -344,8 +337,8 @@ absl::Status FindBlocks(const QuantizeOptions& options,
     const bool is_left_out =
         *is_copied && IsNamed(options, plan->specs, tensor.name);
     auto& said = is_left_out ? plan->left_out_notes : plan->notes;
-    said.push_back(
-        absl::StrCat("quantctl: ", NoWholeBlocksText(spec, tensor, "copied")));
+    said.push_back(absl::StrCat(
+        "quantctl: ", NoWholeBlocksText(spec, tensor, *type, "copied")));
   }
   if (*is_copied) return absl::OkStatus();
   return files::CheckGgufEntry(options.output.path,

@@ -30,6 +30,7 @@
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/files/dtype.h"
+#include "client/files/gguf_types.h"
 #include "client/files/safetensors.h"
 #include "client/models/gguf_blocks.h"
 #include "client/models/model_importance.h"
@@ -162,16 +163,14 @@ class FileSweeper {
     std::vector<const files::FileTensor*> measured;
     std::vector<std::string> notes;
     for (const files::FileTensor* const tensor : *taken) {
-      const bool is_named = absl::c_any_of(
-          options_.filter.include, [tensor](const std::string& pattern) {
-            return MatchesGlob(pattern, tensor->name);
-          });
+      const bool is_named = MatchesAny(options_.filter.include, tensor->name);
       if (is_named || (!IsLeftInGguf(options_.filter, *tensor) &&
                        BlockTypeFor(*spec, tensor->shape) != nullptr)) {
         measured.push_back(tensor);
         for (const SpecTemplate& one : specs) {
-          if (BlockTypeFor(one, tensor->shape) == nullptr) continue;
-          const std::string text = NoWholeBlocksText(one, *tensor, "");
+          const files::GgufType* const type = BlockTypeFor(one, tensor->shape);
+          if (type == nullptr) continue;
+          const std::string text = NoWholeBlocksText(one, *tensor, type, "");
           if (!text.empty()) notes.push_back(absl::StrCat("quantctl: ", text));
         }
       } else {

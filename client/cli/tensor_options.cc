@@ -97,14 +97,8 @@ bool TensorFilter::Takes(const files::FileTensor& tensor) const {
 }
 
 bool TensorFilter::TakesName(absl::string_view name) const {
-  const auto matches = [name](const std::string& pattern) {
-    return MatchesGlob(pattern, name);
-  };
-  if (!include.empty() &&
-      std::none_of(include.begin(), include.end(), matches)) {
-    return false;
-  }
-  return std::none_of(exclude.begin(), exclude.end(), matches);
+  return (include.empty() || MatchesAny(include, name)) &&
+         !MatchesAny(exclude, name);
 }
 
 void NameOptions::AddOptions(Command* command, bool required) {

@@ -224,9 +224,9 @@ const files::GgufType* BlockTypeFor(const SpecTemplate& spec,
 
 std::string NoWholeBlocksText(const SpecTemplate& spec,
                               const files::FileTensor& tensor,
+                              const files::GgufType* type,
                               absl::string_view otherwise) {
   if (spec.gguf_type.empty()) return "";
-  const files::GgufType* const type = BlockTypeFor(spec, tensor.shape);
   if (type != nullptr && type->name == spec.gguf_type) return "";
   return absl::StrCat(
       "tensor ", tensor.name, ": rows of ",

@@ -27,9 +27,10 @@ const files::GgufType* BlockTypeFor(const SpecTemplate& spec,
 
 // What is to be said of a tensor whose rows have no whole blocks of
 // SpecTemplate::gguf_type: the type in its place, or `otherwise`. Empty for
-// other tensors and specs.
+// other tensors and specs. `type` is what BlockTypeFor says of it.
 std::string NoWholeBlocksText(const SpecTemplate& spec,
                               const files::FileTensor& tensor,
+                              const files::GgufType* type,
                               absl::string_view otherwise);
 
 // Makes the blocks of a tensor, on all cores. The same bytes, and the same

@@ -3,7 +3,9 @@
 #ifndef QUANTD_CLIENT_MODELS_SPEC_SYNTAX_H_
 #define QUANTD_CLIENT_MODELS_SPEC_SYNTAX_H_
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -172,6 +174,13 @@ absl::StatusOr<Candidate> ParseCandidate(absl::string_view text);
 // Whether `text` matches a pattern in which "*" stands for any characters and
 // "?" for one byte.
 bool MatchesGlob(absl::string_view pattern, absl::string_view text);
+// Whether `text` matches one of the patterns.
+template <typename Patterns>
+bool MatchesAny(const Patterns& patterns, absl::string_view text) {
+  return std::any_of(
+      std::begin(patterns), std::end(patterns),
+      [text](absl::string_view pattern) { return MatchesGlob(pattern, text); });
+}
 
 }  // namespace quantd
 
