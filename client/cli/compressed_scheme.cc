@@ -21,9 +21,23 @@ namespace {
 
 using Kind = ActivationsChoice::Kind;
 
-// Of Marlin's smallest tile.
-constexpr int64_t kMarlinRows = 64;
-constexpr int64_t kMarlinColumns = 128;
+// Of vLLM's kernels.
+constexpr char kMarlinIntegerLimits[] =
+    "vLLM's Marlin kernels take rows (those of fused matrices together) in "
+    "multiples of 64, columns in multiples of 128, and groups of 32, 64 or "
+    "128; other shapes it loads in float16 only, or not at all";
+constexpr char kMarlinFloatLimits[] =
+    "vLLM's Marlin kernels take weights of floats with rows (those of fused "
+    "matrices together) in multiples of 64 and columns in multiples of 128, or "
+    "of 128 and 64; other shapes vLLM of before July 2026 does not load";
+constexpr char kFloat8InputLimits[] =
+    "vLLM's kernels for int4 weights and float8 inputs take rows (those of "
+    "fused matrices together) and columns in multiples of 128; other shapes it "
+    "does not load";
+constexpr char kZeroPointLimits[] =
+    "vLLM's kernels for packed 8-bit weights with zero points need a Hopper "
+    "GPU, rows (those of fused matrices together) in multiples of 128, columns "
+    "in multiples of 64, and groups of 64 or 128; int8 has no zero points";
 
 // The largest E2M1 number times the largest E4M3 number.
 constexpr float kNvfp4Largest = 6.0f * 448.0f;
@@ -334,16 +348,28 @@ bool HasKernels(const Json& module, const Json& input_arguments) {
            input_arguments.contains("scale_dtype")));
 }
 
-bool MarlinTakes(const Json& module, const Json& input_arguments, int64_t rows,
-                 int64_t columns) {
-  if (!input_arguments.is_null() || module["format"] != "pack-quantized") {
-    return true;
-  }
+std::string LimitsText(const Json& module, const Json& input_arguments,
+                       int64_t rows, int64_t columns) {
   const Json& weights = module["weights"];
+  const auto is_multiple = [&](int64_t of_rows, int64_t of_columns) {
+    return rows % of_rows == 0 && columns % of_columns == 0;
+  };
+  if (!input_arguments.is_null()) {
+    const bool is_w4a8 = weights["type"] == "int" && weights["num_bits"] == 4;
+    return is_w4a8 && !is_multiple(128, 128) ? kFloat8InputLimits : "";
+  }
+  // These take either of two tiles, others one.
+  if (weights["type"] == "float") {
+    return is_multiple(64, 128) || is_multiple(128, 64) ? ""
+                                                        : kMarlinFloatLimits;
+  }
+  if (weights["num_bits"] == 8 && weights["symmetric"] != true) {
+    return kZeroPointLimits;
+  }
   const bool has_group =
       weights["strategy"] != "group" || weights["group_size"] == 32 ||
       weights["group_size"] == 64 || weights["group_size"] == 128;
-  return rows % kMarlinRows == 0 && columns % kMarlinColumns == 0 && has_group;
+  return is_multiple(64, 128) && has_group ? "" : kMarlinIntegerLimits;
 }
 
 bool HasExpertKernels(const Json& module, const Json& input_arguments) {

@@ -66,11 +66,11 @@ absl::StatusOr<std::vector<CompressedData>> RangeParts(
 // Whether vLLM has kernels for a module (CompressedPlan::module) whose inputs
 // have these arguments.
 bool HasKernels(const Json& module, const Json& input_arguments);
-// Whether Marlin, its kernels for packed integers whose inputs are not
-// quantized, takes a matrix of such a module; true for other modules. Where
-// vLLM fuses matrices, `rows` are those of all. Requires: HasKernels.
-bool MarlinTakes(const Json& module, const Json& input_arguments, int64_t rows,
-                 int64_t columns);
+// Which limits of its kernels a matrix of such a module does not keep, for
+// people; empty where it keeps all. Where vLLM fuses matrices, `rows` are those
+// of all. Requires: HasKernels.
+std::string LimitsText(const Json& module, const Json& input_arguments,
+                       int64_t rows, int64_t columns);
 // Whether it has them for an expert as well, of a module for which HasKernels.
 bool HasExpertKernels(const Json& module, const Json& input_arguments);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -226,11 +227,11 @@ std::vector<std::string> FindRagged(
 using Schemes =
     absl::flat_hash_map<const files::FileTensor*, std::pair<Json, Json>>;
 
-// Tensors, and labels of fused ones, whose shapes Marlin does not take. Experts
-// have other kernels as well.
-std::vector<std::string> FindNoMarlin(const std::vector<TieGroup>& fused,
-                                      const QuantizePlan& plan,
-                                      const Schemes& schemes) {
+// Tensors, and labels of fused ones, that do not keep limits of the kernels, by
+// LimitsText. Experts have other kernels as well.
+std::map<std::string, std::vector<std::string>> FindBeyondLimits(
+    const std::vector<TieGroup>& fused, const QuantizePlan& plan,
+    const Schemes& schemes) {
   absl::flat_hash_map<const files::FileTensor*, const TieGroup*> group_of;
   for (const TieGroup& group : fused) {
     if (!group.shares_scale) continue;
@@ -238,7 +239,7 @@ std::vector<std::string> FindNoMarlin(const std::vector<TieGroup>& fused,
       group_of[tensor] = &group;
     }
   }
-  std::vector<std::string> names;
+  std::map<std::string, std::vector<std::string>> found;
   for (const std::unique_ptr<Shard>& shard : plan.shards) {
     for (const files::FileTensor* const tensor : shard->selected) {
       const auto scheme = schemes.find(tensor);
@@ -255,14 +256,11 @@ std::vector<std::string> FindNoMarlin(const std::vector<TieGroup>& fused,
         if (schemes.contains(member)) rows += member->shape[0];
       }
       const std::string& name = is_fused ? group->second->label : tensor->name;
-      if (HasKernels(module, inputs) &&
-          !MarlinTakes(module, inputs, rows, tensor->shape[1]) &&
-          !absl::c_linear_search(names, name)) {
-        names.push_back(name);
-      }
+      std::vector<std::string>& names = found[text];
+      if (!absl::c_linear_search(names, name)) names.push_back(name);
     }
   }
-  return names;
+  return found;
 }
 
 // Layers of experts whose schemes are not that of the first one: experts that
@@ -288,6 +286,10 @@ absl::Status CheckFused(const Schemes& schemes,
                         const std::vector<TieGroup>& fused,
                         const QuantizePlan& plan) {
   std::vector<std::string> unlike;
+      if (!HasKernels(module, inputs)) continue;
+      const std::string text =
+          LimitsText(module, inputs, rows, tensor->shape[1]);
+      if (text.empty()) continue;
   for (const TieGroup& group : fused) {
     // What is wrong with a tensor is told by itself.
     if (std::any_of(group.tensors.begin(), group.tensors.end(),
@@ -411,7 +413,7 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
   }
   const std::vector<TieGroup> fused = FindFused(*plan);
   plan->ragged = FindRagged(fused, ragged);
-  plan->no_marlin = FindNoMarlin(fused, *plan, schemes);
+  plan->beyond_limits = FindBeyondLimits(fused, *plan, schemes);
   plan->unlike_experts = FindUnlikeExperts(fused, schemes);
   if (!options.ties.no_defaults) {
     const absl::Status status = CheckFused(schemes, fused, *plan);

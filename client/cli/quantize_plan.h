@@ -106,9 +106,9 @@ struct QuantizePlan {
   uint64_t packable_count = 0;
   // TieGroup::label of fused tensors whose rows are no whole blocks.
   std::vector<std::string> ragged;
-  // Tensors, or TieGroup::label of fused ones, whose shapes Marlin does not
-  // take.
-  std::vector<std::string> no_marlin;
+  // Tensors, or TieGroup::label of fused ones, that do not keep limits of the
+  // kernels, by LimitsText.
+  std::map<std::string, std::vector<std::string>> beyond_limits;
   // Layers of experts whose schemes are not that of the first one.
   std::vector<std::string> unlike_experts;
   // With `part`, the tensors of this part.

@@ -493,12 +493,9 @@ class RunReport {
           "one's, are no whole blocks: ",
           NamesText(plan_.ragged), "; take --scheme FP8_DYNAMIC"));
     }
-    if (!plan_.no_marlin.empty()) {
-      warnings.push_back(absl::StrCat(
-          "vLLM's Marlin kernels take rows (those of fused matrices together) "
-          "in multiples of 64, columns in multiples of 128, and groups of 32, "
-          "64 or 128; other shapes it loads in float16 only, or not at all: ",
-          NamesText(plan_.no_marlin), "; --exclude leaves them as they are"));
+    for (const auto& [text, names] : plan_.beyond_limits) {
+      warnings.push_back(absl::StrCat(text, ": ", NamesText(names),
+                                      "; --exclude leaves them as they are"));
     }
     if (!plan_.unlike_experts.empty()) {
       warnings.push_back(absl::StrCat(

@@ -1192,24 +1192,48 @@ def test_ARouterIsAGateBesideExperts(tmp_path, quantctl, more, others):
     ({"q_proj": (64, 128), "k_proj": (32, 128), "v_proj": (32, 128)}, (), None),
     ({"gate_proj": (80, 128), "up_proj": (80, 128)}, (),
      "{gate,up}_proj.weight"),
+    # Of floats, Marlin has two tiles.
+    *(({"o_proj": shape}, flags, told)
+      for flags in [("--spec", "float8_e4m3fn:per-channel"),
+                    ("--scheme", "NVFP4A16"), ("--scheme", "MXFP4A16"),
+                    ("--scheme", "MXFP8A16")]
+      for shape, told in [((64, 128), None), ((128, 64), None),
+                          ((64, 64), "o_proj.weight"),
+                          ((96, 128), "o_proj.weight")]),
+    ({"q_proj": (64, 64), "k_proj": (32, 64), "v_proj": (32, 64)},
+     ("--scheme", "NVFP4A16"), None),
+    # CUTLASS has one for groups of int4.
+    ({"o_proj": (128, 256), "down": (256, 128)}, ("--scheme", "W4AFP8"), None),
+    ({"o_proj": (64, 128)}, ("--scheme", "W4AFP8"), "o_proj.weight"),
+    ({"q_proj": (64, 128), "k_proj": (32, 128), "v_proj": (32, 128)},
+     ("--scheme", "W4AFP8"), None),
+    # Machete alone has zero points of eight bits.
+    ({"o_proj": (128, 128)}, ("--spec", "uint8:group:128", "--layout",
+                              "pack-quantized"), "o_proj.weight"),
+    ({"o_proj": (128, 128)}, ("--spec", "int8:group:128", "--layout",
+                              "pack-quantized"), None),
     # Experts have other kernels too.
     ({"experts.0.up_proj": (96, 128), "experts.0.down_proj": (128, 128)}, (),
      None)])
-def test_ShapesThatMarlinDoesNotTakeAreTold(tmp_path, quantctl, shapes, flags,
-                                            told):
+def test_ShapesThatKernelsDoNotTakeAreTold(tmp_path, quantctl, shapes, flags,
+                                           told):
     source = write_modules(tmp_path / "model", {
         "mlp." + name: shape for name, shape in shapes.items()})
-    if "--spec" in flags:
+    if "--spec" in flags and "--layout" not in flags:
         flags += ("--layout", "compressed-tensors")
     command = ("quantize", source, "-o", tmp_path / "out", "--no-store",
                *(flags or ("--scheme", "W4A16")))
     warnings = [text for text in quantctl(*command, "--json")["warnings"]
-                if "Marlin" in text]
+                if "vLLM's" in text]
     if told is None:
         assert not warnings
         return
     (warning,) = warnings
-    assert f"or not at all: mlp.{told}; --exclude" in warning
+    assert f": mlp.{told}; --exclude" in warning
+    for words, kernels in {"float8": "floats", "A16": "Marlin",
+                           "W4AFP8": "float8 inputs",
+                           "uint8": "Hopper"}.items():
+        assert words not in "".join(flags[1:2]) or kernels in warning
     assert f"quantctl: warning: {warning}" in quantctl(*command)
 
 
