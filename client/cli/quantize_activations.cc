@@ -25,7 +25,11 @@
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/quantize_outcome.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/text_file.h"
+#include "client/files/json.h"
 #include "client/files/safetensors.h"
+#include "client/files/shard_index.h"
+#include "client/models/model_config.h"
 #include "client/models/tensor_input.h"
 #include "client/models/tie_groups.h"
 #include "quantd/v1/encoding.pb.h"
@@ -85,8 +89,7 @@ class StoredRanges {
   std::vector<std::string> bad_;
 };
 
-// Projections to queries, keys and values in one. What goes to the cache is a
-// part of their output, whose range nobody measured.
+// Projections to queries, keys and values in one.
 constexpr absl::string_view kFusedProjections[] = {
     ".qkv_proj.weight", ".query_key_value.weight", ".c_attn.weight",
     ".Wqkv.weight", ".W_pack.weight"};
@@ -120,6 +123,7 @@ absl::Status CheckCache(const QuantizePlan& plan) {
     for (const files::FileTensor& tensor : shard->input.tensors()) {
       for (const absl::string_view fused : kFusedProjections) {
         if (!absl::EndsWith(tensor.name, fused)) continue;
+        // Nobody measured the range of the part that goes to the cache.
         return ArgumentInvalidError(absl::StrCat(
             "expected X.k_proj.weight and X.v_proj.weight for --kv-cache, got "
             "\"",
@@ -192,6 +196,36 @@ bool IsRagged(const files::FileTensor& tensor, const Json& weights) {
          tensor.shape[0] % weights["block_structure"][0].get<int64_t>() != 0;
 }
 
+// The rows of the matrices that a tensor of the file has in one, as vLLM tells
+// them apart; empty where that is not known, or for other tensors.
+std::vector<int64_t> PartRows(const files::FileTensor& tensor,
+                              const std::optional<AttentionRows>& attention) {
+  const int64_t rows = tensor.shape[0];
+  if (absl::EndsWith(tensor.name, ".gate_up_proj.weight")) {
+    return {rows / 2, rows - rows / 2};
+  }
+  if (!attention.has_value() ||
+      rows != attention->queries + 2 * attention->keys ||
+      !absl::c_any_of(kFusedProjections, [&tensor](absl::string_view fused) {
+        return absl::EndsWith(tensor.name, fused);
+      })) {
+    return {};
+  }
+  return {attention->queries, attention->keys, attention->keys};
+}
+
+// Whether one of these, but for the last, ends within a block.
+bool IsRaggedInside(const files::FileTensor& tensor, const Json& weights,
+                    const std::optional<AttentionRows>& attention) {
+  if (weights["strategy"] != "block") return false;
+  std::vector<int64_t> parts = PartRows(tensor, attention);
+  if (parts.empty()) return false;
+  parts.pop_back();
+  const int64_t block = weights["block_structure"][0].get<int64_t>();
+  return absl::c_any_of(parts,
+                        [block](int64_t rows) { return rows % block != 0; });
+}
+
 // The name of the tensor that comes last where vLLM fuses those of a group:
 // that of the label's last choice.
 std::string LastOf(const TieGroup& group) {
@@ -255,6 +289,10 @@ std::map<std::string, std::vector<std::string>> FindBeyondLimits(
            is_fused ? group->second->tensors : decltype(TieGroup::tensors)()) {
         if (schemes.contains(member)) rows += member->shape[0];
       }
+      if (!HasKernels(module, inputs)) continue;
+      const std::string text =
+          LimitsText(module, inputs, rows, tensor->shape[1]);
+      if (text.empty()) continue;
       const std::string& name = is_fused ? group->second->label : tensor->name;
       std::vector<std::string>& names = found[text];
       if (!absl::c_linear_search(names, name)) names.push_back(name);
@@ -286,10 +324,6 @@ absl::Status CheckFused(const Schemes& schemes,
                         const std::vector<TieGroup>& fused,
                         const QuantizePlan& plan) {
   std::vector<std::string> unlike;
-      if (!HasKernels(module, inputs)) continue;
-      const std::string text =
-          LimitsText(module, inputs, rows, tensor->shape[1]);
-      if (text.empty()) continue;
   for (const TieGroup& group : fused) {
     // What is wrong with a tensor is told by itself.
     if (std::any_of(group.tensors.begin(), group.tensors.end(),
@@ -370,6 +404,11 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
   }
   std::optional<StoredRanges> stored;
   if (client != nullptr) stored.emplace(options.name, client);
+  // What is wrong with config.json comes up where it is written.
+  const std::optional<AttentionRows> attention =
+      AttentionRowsOf(files::ParseJson(
+          internal::ReadTextFile(files::PathIn(options.input, kModelConfigName))
+              .value_or("")));
   Schemes schemes;
   absl::flat_hash_set<const files::FileTensor*> ragged;
   for (const std::unique_ptr<Shard>& shard : plan->shards) {
@@ -409,10 +448,15 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
       }
       schemes[tensor] = {planned->module, inputs.arguments};
       if (IsRagged(*tensor, planned->module["weights"])) ragged.insert(tensor);
+      if (IsRaggedInside(*tensor, planned->module["weights"], attention)) {
+        plan->ragged.push_back(tensor->name);
+      }
     }
   }
   const std::vector<TieGroup> fused = FindFused(*plan);
-  plan->ragged = FindRagged(fused, ragged);
+  for (std::string& label : FindRagged(fused, ragged)) {
+    plan->ragged.push_back(std::move(label));
+  }
   plan->beyond_limits = FindBeyondLimits(fused, *plan, schemes);
   plan->unlike_experts = FindUnlikeExperts(fused, schemes);
   if (!options.ties.no_defaults) {

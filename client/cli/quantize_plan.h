@@ -104,7 +104,8 @@ struct QuantizePlan {
   uint64_t no_kernels_count = 0;
   // ... unless all that can be is packed.
   uint64_t packable_count = 0;
-  // TieGroup::label of fused tensors whose rows are no whole blocks.
+  // TieGroup::label of fused tensors whose rows are no whole blocks, and names
+  // of tensors that have such matrices in one.
   std::vector<std::string> ragged;
   // Tensors, or TieGroup::label of fused ones, that do not keep limits of the
   // kernels, by LimitsText.

@@ -1,5 +1,7 @@
 #include "client/models/model_config.h"
 
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,6 +34,14 @@ std::vector<Value*> PlacesIn(Value& document) {
   return places;
 }
 
+// 0 for what is no number of heads or elements.
+int64_t NumberIn(const Json& place, const char* name) {
+  const auto found = place.find(name);
+  if (found == place.end() || !found->is_number_integer()) return 0;
+  const int64_t number = found->get<int64_t>();
+  return number > 0 && number <= INT32_MAX ? number : 0;
+}
+
 }  // namespace
 
 const Json* FindQuantization(const Json& document, std::string* key) {
@@ -61,6 +71,19 @@ absl::StatusOr<ElementType> ElementTypeOfModel(const Json& document) {
     }
   }
   return absl::NotFoundError("no dtype");
+}
+
+std::optional<AttentionRows> AttentionRowsOf(const Json& document) {
+  for (const Json* const place : PlacesIn(document)) {
+    const int64_t heads = NumberIn(*place, "num_attention_heads");
+    if (heads == 0) continue;
+    int64_t size = NumberIn(*place, "head_dim");
+    if (size == 0) size = NumberIn(*place, "hidden_size") / heads;
+    if (size == 0) continue;
+    const int64_t keys = NumberIn(*place, "num_key_value_heads");
+    return AttentionRows{heads * size, (keys == 0 ? heads : keys) * size};
+  }
+  return std::nullopt;
 }
 
 }  // namespace quantd

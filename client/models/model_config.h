@@ -1,9 +1,11 @@
 // What config.json, as Hugging Face has it beside a model, says of how the
-// model is quantized.
+// model is quantized, and of its attention.
 
 #ifndef QUANTD_CLIENT_MODELS_MODEL_CONFIG_H_
 #define QUANTD_CLIENT_MODELS_MODEL_CONFIG_H_
 
+#include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/status/statusor.h"
@@ -26,6 +28,18 @@ void RemoveQuantization(nlohmann::ordered_json* document);
 // The type that the model had before it was quantized, from the document or the
 // language model in it. Errors: NOT_FOUND, ARGUMENT_INVALID for another word.
 absl::StatusOr<ElementType> ElementTypeOfModel(
+    const nlohmann::ordered_json& document);
+
+// Rows of the matrices that make queries, keys and values. Plain value.
+struct AttentionRows {
+  int64_t queries = 0;
+  // As many for values.
+  int64_t keys = 0;
+};
+
+// By the numbers of heads and their size, of the document or the language model
+// in it; nothing where these are not there.
+std::optional<AttentionRows> AttentionRowsOf(
     const nlohmann::ordered_json& document);
 
 }  // namespace quantd

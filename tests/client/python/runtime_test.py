@@ -1256,6 +1256,36 @@ def test_FusedRowsThatAreNoWholeBlocksAreTold(tmp_path, quantctl, rows, label):
         assert f"whole blocks: {label}.{{" in said
 
 
+@pytest.mark.parametrize("shape, config, is_told", [
+    # 16 heads of 16; 256, 64 and 64 rows.
+    ((384, 128), {"num_key_value_heads": 4}, True),
+    ((512, 128), {"num_key_value_heads": 8}, False),
+    ((768, 128), {}, False), ((960, 128), {"head_dim": 20}, True),
+    ((384, 128), {"num_key_value_heads": 4, "head_dim": None}, True),
+    # Nobody knows which parts these are.
+    ((320, 128), {}, False)])
+def test_MatricesInOneWithoutWholeBlocksAreTold(tmp_path, quantctl, shape,
+                                                config, is_told):
+    source = write_modules(tmp_path / "model", {
+        "attn.qkv_proj": shape, "mlp.gate_up_proj": (512, 128)})
+    heads = {"num_attention_heads": 16, "head_dim": 16, "hidden_size": 256}
+    (source / "config.json").write_text(json.dumps(
+        {"text_config": {**heads, **config}}))
+    warnings = quantctl("quantize", source, "-o", tmp_path / "out", "--scheme",
+                        "FP8_BLOCK", "--no-store", "--json")["warnings"]
+    assert len(warnings) == is_told
+    assert not warnings or "whole blocks: attn.qkv_proj.weight; take" in (
+        warnings[0])
+
+
+def test_HalvesInOneWithoutWholeBlocksAreTold(tmp_path, quantctl):
+    source = write_modules(tmp_path / "model", {
+        "mlp.gate_up_proj": (384, 128), "mlp.down_proj": (128, 192)})
+    said = quantctl("quantize", source, "-o", tmp_path / "out", "--scheme",
+                    "FP8_BLOCK", "--no-store", "--exclude", "*.down_proj.*")
+    assert "whole blocks: mlp.gate_up_proj.weight; take" in said
+
+
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES
                                     if name not in ("FP8", "NVFP4")])
 def test_ScalesThatRuntimesHoldInBfloat16AreWrittenSo(tmp_path, quantctl,
