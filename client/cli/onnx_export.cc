@@ -678,15 +678,12 @@ class Exporter {
             /*left_out=*/false);
   }
 
-  // Codes do not say that there was something else.
   void NoteNotFinite(const std::string& tensor,
                      const v1::QuantizeSummary& summary) {
     const uint64_t infinity_count =
         summary.positive_infinity_count() + summary.negative_infinity_count();
     if (summary.nan_count() + infinity_count == 0) return;
-    AddLoss(tensor,
-            absl::StrCat("the weight has ", CountText(summary.nan_count()),
-                         " NaN and ", CountText(infinity_count), " infinities"),
+    AddLoss(tensor, NotFiniteText(summary.nan_count(), infinity_count),
             /*left_out=*/false);
   }
 

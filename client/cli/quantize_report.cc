@@ -357,17 +357,16 @@ class RunReport {
                : "";
   }
 
-  // Codes do not say that there was something else.
   void PrintNotFinite() {
     std::vector<std::string> notes;
     for (const std::unique_ptr<Shard>& shard : plan_.shards) {
       for (const files::FileTensor& tensor : shard->input.tensors()) {
         const Outcome& outcome = plan_.outcomes.at(tensor.name);
         if (outcome.nan_count + outcome.infinity_count == 0) continue;
-        notes.push_back(absl::StrCat("quantctl: tensor ", tensor.name, " has ",
-                                     CountText(outcome.nan_count), " NaN and ",
-                                     CountText(outcome.infinity_count),
-                                     " infinities", LostBlocksText(outcome)));
+        notes.push_back(absl::StrCat(
+            "quantctl: tensor ", tensor.name, " ",
+            NotFiniteText(outcome.nan_count, outcome.infinity_count),
+            LostBlocksText(outcome)));
       }
     }
     PrintNotes(notes, &session_);

@@ -205,6 +205,11 @@ std::string CountText(uint64_t count) {
   return digits;
 }
 
+std::string NotFiniteText(uint64_t nan_count, uint64_t infinity_count) {
+  return absl::StrCat("has ", CountText(nan_count), " NaN and ",
+                      CountText(infinity_count), " infinities");
+}
+
 std::string ShapeText(absl::Span<const int64_t> shape) {
   return absl::StrCat("[", absl::StrJoin(shape, ","), "]");
 }

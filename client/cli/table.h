@@ -67,6 +67,10 @@ std::string BytesText(uint64_t bytes);
 // "1,234,567".
 std::string CountText(uint64_t count);
 
+// What is to be said of a tensor whose codes do not tell: "has 2 NaN and 1
+// infinities".
+std::string NotFiniteText(uint64_t nan_count, uint64_t infinity_count);
+
 // "[64,3,3,3]".
 std::string ShapeText(absl::Span<const int64_t> shape);
 
