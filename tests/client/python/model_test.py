@@ -188,8 +188,13 @@ def test_OtherFilesAreNotReplacedUnlessAsked(tmp_path, folder, client):
 
 
 def test_EncodingsAreStoredOnlyWhenAsked(tmp_path, folder, client):
-    quantd.quantize_model(folder, tmp_path / "a", "int8", client=client,
-                          model="acme/not")
+    quantd.quantize_model(folder, tmp_path / "a", "int8", client=client)
+    for names in ({"model": "acme/not"}, {"revision": "v2"}):
+        for call in (quantd.quantize_model, quantd.join_model):
+            assert raised(call, folder, tmp_path / "b", "int8", client=client,
+                          **names) == "ARGUMENT_INVALID"
+    assert not (tmp_path / "b").exists()
+    assert list(client.list_encodings("a")) == []
     assert list(client.list_encodings("acme/not")) == []
     quantd.quantize_model(folder, tmp_path / "b", "int8", client=client,
                           model="acme/kept", store=True)

@@ -387,6 +387,11 @@ def test_HooksGradientsAndTheCalibrationGoOn(client):
     assert len(seen) == 1 and model[0].bias is bias
     assert x.grad.abs().sum() > 0 and bias.grad is not None
     assert "QuantizedWeight" in repr(model) and "int8, (8, 8)" in repr(model)
+    for names in ({"model_name": "m/q"}, {"revision": "v2"}):
+        with pytest.raises(quantd.QuantdError, match="store=True") as caught:
+            quantd.torch.quantize_(torch.nn.Linear(8, 3), "int8", client=client,
+                                   **names)
+        assert caught.value.reason == "ARGUMENT_INVALID"
     # Stored encodings, of the names of the weights.
     again = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(),
                                 torch.nn.Linear(8, 3))

@@ -152,16 +152,26 @@ def as_inputs(inputs: InputsLike) -> Optional[ModelRounding]:
 
 
 def source_of(inputs: InputsLike, rounding: Optional[ModelRounding],
-              model: str, revision: str, has_importance: bool
-              ) -> Optional[ModelRounding]:
+              model: str, revision: str, has_importance: bool,
+              names_count: bool) -> Optional[ModelRounding]:
     """Where importance is stored: as it was said, or with the rest.
 
-    Raises: ARGUMENT_INVALID for inputs that no spec asks for.
+    names_count: whether something else is kept or found under the model and
+        the revision.
+
+    Raises: ARGUMENT_INVALID for inputs that no spec asks for, and for a model
+        or a revision that nothing does.
     """
+    is_default = inputs is None and rounding is None
+    if (model or revision not in ("", "main")) and not names_count and not (
+            has_importance and is_default):
+        raise errors.argument_invalid(
+            "expected store=True with a model or a revision, under which "
+            "nothing is kept otherwise", "store")
     if inputs is not None and not has_importance:
         raise errors.argument_invalid(
             "expected inputs with a spec with importance, got none",
             "inputs")
-    if inputs is not None or rounding is not None:
+    if not is_default:
         return as_inputs(inputs) or rounding
     return ModelRounding(model, revision or "main") if model else None

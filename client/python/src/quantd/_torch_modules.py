@@ -20,7 +20,8 @@ from quantd._torch_blocks import (LaidOut, keeping_types, plain_block_size,
                                   spread)
 from quantd._values import infinities_text, warn_of_not_finite
 from quantd.client import Client
-from quantd.encoding import Encoding, EncodingSpec, Source
+from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
+                             Source)
 from quantd.results import QuantizedTensor, QuantizeSummary
 
 # Elements that are compared at a time.
@@ -244,7 +245,8 @@ def quantize_(model: torch.nn.Module, specs: Sources, *, client: Client,
         Client.quantize_many. Of a weight with several names the first one that
         a pattern matches counts. Encodings and references work, too.
     model_name, revision, store: of the names at the service, see
-        Client.quantize_many.
+        Client.quantize_many; of use with store, references without a name and
+        importance alone.
     rounding: weights whose inputs have a Gram matrix are rounded for the output
         of their layer, the others to the nearest code: `rounding` of
         ReplacedWeight says which.
@@ -274,7 +276,9 @@ def quantize_(model: torch.nn.Module, specs: Sources, *, client: Client,
     own = _specs_of(chosen)
     weighed = _weigh(chosen, own, ModelImportance(importance, source_of(
         inputs, rounding, model_name, revision,
-        any(map(needs_source, own.values())))), client)
+        any(map(needs_source, own.values())),
+        store or any(isinstance(weight.source, EncodingReference) and
+                     weight.source.name is None for weight in chosen))), client)
     found = list(client.quantize_many(
         [QuantizeJob(weight.parameter, weight.source, weight.name,
                      rounding=how)

@@ -209,10 +209,11 @@ def quantize_model(
         tensor has that of the first pattern that matches its name, and stays as
         it is where none does. A list of SPEC and PATTERN=SPEC, or
         "@mixture.txt" as quantctl sweep writes it, is also taken.
-    model, revision, store: keep the encodings in the store, under this model;
-        its default is the name of the source. Readers of the revision see those
-        that were there before until all files are written, and then all new
-        ones: meanwhile these are in a draft, see "Drafts" in client/README.md.
+    store: keep the encodings in the store, under `model` and `revision`, which
+        are of use with it, and with importance, alone. The default of the model
+        is the name of the source. Readers of the revision see those that were
+        there before until all files are written, and then all new ones:
+        meanwhile these are in a draft, see "Drafts" in client/README.md.
         Encodings of other tensors stay.
     include, exclude: patterns of names; min_rank: see Client.quantize_many.
     keep_going: write the target even if tensors fail, with these as they were.
@@ -269,7 +270,8 @@ def quantize_model(
                requantize, streams, Ties(ties),
                None if part is None else as_part(part), False, rounding,
                ModelImportance(importance, source_of(
-                   inputs, rounding, model, revision, parsed.has_importance)))
+                   inputs, rounding, model, revision, parsed.has_importance,
+                   store)))
     run.plan()
     return run.write(progress)
 
@@ -304,7 +306,8 @@ def join_model(
                revision, store, nan_policy, False, overwrite, False,
                requantize, 1, Ties(ties), None, True, rounding,
                ModelImportance(importance, source_of(
-                   inputs, rounding, model, revision, parsed.has_importance)))
+                   inputs, rounding, model, revision, parsed.has_importance,
+                   store)))
     run.plan()
     return run.write(False)
 
