@@ -398,6 +398,31 @@ def test_BitsOfAFileAreSavedAsWhatTheyWere(tmp_path, client):
         quantd.save(again, {"w": lost}, element_types={"w": "bfloat16"},
                     overwrite=True)
         assert quantd.load(again).info("w").dtype == "BF16"
+    for lost in (np.stack([file["p"]] * 2), file["p"].view(np.uint8),
+                 np.concatenate([np.zeros(3, np.uint8), file["p"][:3]])):
+        for name in ("lost.safetensors", "lost.npy", "lost.gguf"):
+            with pytest.raises(quantd.QuantdError, match="float8") as caught:
+                quantd.save(tmp_path / name, {"p": lost})
+            assert caught.value.reason == "ARGUMENT_INVALID"
+            assert caught.value.field == "element_types"
+            assert not (tmp_path / name).exists()
+        for given, dtype in [("float8_e8m0fnu", "F8_E8M0"),
+                             ("float8_e4m3fn", "F8_E4M3"),
+                             ("float8_e5m2", "F8_E5M2"), ("uint8", "U8")]:
+            quantd.save(again, {"p": lost}, element_types={"p": given},
+                        overwrite=True)
+            assert quantctl_case.read_safetensors(again)[0]["p"] == (
+                dtype, list(lost.shape), lost.tobytes())
+    quantd.save(again, {"p": file["p"] > 3}, overwrite=True)
+    assert quantd.load(again).info("p").dtype == "BOOL"
+    for name, given in (("p", "uint8"), ("u", "bfloat16")):
+        assert raised(quantd.save, again, {name: file[name]}, overwrite=True,
+                      element_types={name: given}) == "ARGUMENT_INVALID"
+    for name in ("none.safetensors", "none.npy", "none.gguf"):
+        with pytest.raises(quantd.QuantdError, match="names a, b .el"):
+            quantd.save(tmp_path / name, {"w": file["w"]}, element_types={
+                "a": "uint16", "w": "bfloat16", "b": "bfloat16"})
+        assert not (tmp_path / name).exists()
     assert client.quantize(file["w"], "int8").element_type == "bfloat16"
     assert raised(client.quantize, file["u"], "int8") == "ARGUMENT_INVALID"
 
@@ -569,6 +594,10 @@ def test_TypesThatNobodyQuantizesAreCopied(tmp_path, quantctl, client, weight):
     file = quantd.load(tmp_path / "a.safetensors")
     for name, (_, _, values) in others.items():
         assert file[name].tobytes() == values
+        # The shape of those below a byte is that of the bytes.
+        if name != "c":
+            assert raised(quantd.save, tmp_path / "d.safetensors",
+                          {name: file[name]}) == "ARGUMENT_INVALID"
     assert file["c"].dtype == np.complex64
 
     write_raw(source, {"new": ("F5_E2M2", [8], bytes(5))})

@@ -27,6 +27,14 @@ class Reals:
     element_type: str
 
 
+class FloatBits(np.ndarray[Any, Any]):
+    """Bits of float8 or smaller floats, as uint8: what numpy makes of them is
+    of this class too, even where it lost which floats they are; see named()."""
+
+    # Before that of plain arrays.
+    __array_priority__ = 1.
+
+
 def as_bytes(array: Array) -> Array:
     """The memory of a contiguous array as uint8 in one dimension."""
     return array.reshape(-1).view(np.uint8)
@@ -39,7 +47,7 @@ def named(array: Array, dtype: str) -> Array:
     dtype_of: Any = np.dtype
     bits: Array = array.view(dtype_of(array.dtype.str,
                                       metadata={_DTYPE: dtype}))
-    return bits
+    return bits.view(FloatBits) if bits.dtype == np.uint8 else bits
 
 
 def name_of(array: Array) -> Optional[str]:

@@ -47,10 +47,10 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F4": np.dtype(np.uint8), "F6_E2M3": np.dtype(np.uint8),
     "F6_E3M2": np.dtype(np.uint8),
 }
-_PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 # Of .npy files.
 _NUMPY_DTYPES = {dtype: name for name, dtype in DTYPES.items()
-                 if name not in _PACKED_BITS and
+                 if name not in PACKED_BITS and
                  name[:2] not in ("F8", "BF", "C6")}
 # Of scales: powers of two, 2^(byte - 127).
 POWERS = ("U8", "F8_E8M0")
@@ -120,7 +120,7 @@ def incomplete(path: str, what: str) -> errors.QuantdError:
 
 def size_of(dtype: str, shape: Iterable[int]) -> int:
     """Bytes of a tensor; -1 where its elements fill no whole bytes."""
-    bits = _PACKED_BITS.get(dtype, 8 * DTYPES[dtype].itemsize)
+    bits = PACKED_BITS.get(dtype, 8 * DTYPES[dtype].itemsize)
     size, rest = divmod(math.prod(shape) * bits, 8)
     return -1 if rest else size
 
@@ -282,7 +282,7 @@ class FileTensor:
         return self._shaped(self.data.map(self.name))
 
     def _shaped(self, data: Array) -> Array:
-        if self.dtype in _PACKED_BITS:
+        if self.dtype in PACKED_BITS:
             return data
         return data.view(DTYPES[self.dtype]).reshape(self.shape)
 

@@ -22,9 +22,11 @@ Path = Union[str, "os.PathLike[str]"]
 # or tensors of torch.
 FileValue = Union[Any, QuantizedTensor]
 # How names of safetensors begin for types of which arrays have the bits.
-_NOT_OF_NUMPY = ("F8", "BF")
+_NOT_OF_NUMPY = ("F4", "F6_", "F8", "BF")
 # Of arrays, by what element_types says of them.
-_SAVED_AS = {**_files.DTYPE_OF_ELEMENTS, "uint16": "U16"}
+_SAVED_AS = {**_files.DTYPE_OF_ELEMENTS, "uint16": "U16", "uint8": "U8",
+             "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+             "float8_e8m0fnu": "F8_E8M0"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +53,9 @@ class TensorFile(Mapping[str, FileValue]):
     read from it when it is first used, and not to be written; if the file is
     cut short before, the system ends the process. Tensors of torch are copies.
     bfloat16 is uint16, float8 uint8 (info() has the type); save() and others
-    take these arrays, their slices and copies for what they are. What numpy
-    makes of them otherwise, as with astype(), view() or np.stack, is plain
-    uint16, of which save() wants to be told what it is, or plain uint8.
+    take these arrays, their slices and copies for what they are. Of what numpy
+    makes of them otherwise, as with astype(), view() or np.stack, save() wants
+    to be told what it is. Floats below a byte are bytes, which it refuses.
     A file that is replaced while it is open stays readable as it was; of one
     that was changed in its place names are not read any more (FILE_CHANGED).
     """
@@ -204,7 +206,8 @@ def save(path: Path,
     overwrite: replace a file that is there.
     metadata: text that goes along.
     element_types: "bfloat16" or "uint16", by the names of arrays of uint16;
-        those of load() need none.
+        "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu" or "uint8", by those of
+        uint8. Those of load(), and uint8 that are not made of them, need none.
     gguf_metadata: of a .gguf file: another one, whose metadata it gets. Without
         metadata of a model llama.cpp does not load it.
     gguf_types: of a .gguf file: "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_K",
@@ -245,10 +248,8 @@ def save(path: Path,
                 if isinstance(tensor, QuantizedTensor):
                     _layout.write(writer, (number,), name, tensor)
                 else:
-                    array, found = _plain_array(tensor)
-                    writer.add((number, 0), name,
-                               _dtype_of(array, found, types.pop(name, None)),
-                               array.shape, array)
+                    array, dtype = _plain_array(tensor, types.pop(name, None))
+                    writer.add((number, 0), name, dtype, array.shape, array)
         _check_types(types)
         writer.metadata.update(metadata or {})
         return writer.finish()
@@ -282,8 +283,7 @@ def _gguf_items(path: str, pairs: Iterable[tuple[str, FileValue]],
             yield _gguf_output.quantized_item(name, tensor)
             continue
         with naming(name):
-            array, found = _plain_array(tensor)
-            dtype = _dtype_of(array, found, types.pop(name, None))
+            array, dtype = _plain_array(tensor, types.pop(name, None))
         kind = blocks.pop(name, None)
         squares = importance.get(name) or importance.get(llama_name(name))
         is_weighed |= squares is not None and kind is not None
@@ -303,12 +303,15 @@ def _gguf_items(path: str, pairs: Iterable[tuple[str, FileValue]],
             "importance")
 
 
-def _plain_array(tensor: Any) -> tuple[Array, Optional[str]]:
+def _plain_array(tensor: Any, given: Optional[str]) -> tuple[Array, str]:
+    """And its type, as safetensors names it. given: as element_types has it."""
     array, found = _arrays.to_numpy(tensor)
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
     # It makes one dimension of none.
-    return np.ascontiguousarray(array).reshape(array.shape), found
+    array = np.ascontiguousarray(array).reshape(array.shape)
+    return array, _dtype_of(array, found, given,
+                            isinstance(tensor, _arrays.FloatBits))
 
 
 def _check_types(rest: Mapping[str, str]) -> None:
@@ -320,25 +323,34 @@ def _check_types(rest: Mapping[str, str]) -> None:
             "element_types")
 
 
-def _dtype_of(array: Array, found: Optional[str], given: Optional[str]) -> str:
-    """As safetensors names it. found: by what array it is; given: as
-    element_types has it."""
+def _dtype_of(array: Array, found: Optional[str], given: Optional[str],
+              was_bits: bool) -> str:
+    """found: by what array it is. was_bits: it was made of FloatBits."""
+    told = _arrays.name_of(array)
+    if told in _files.PACKED_BITS:
+        raise errors.argument_invalid(
+            f"expected elements of whole bytes, got {told}, of which an array "
+            "has bytes and no shape", "tensors")
     element_type = given or found
     if element_type is not None:
         dtype = _SAVED_AS.get(element_type)
         if dtype is None or _files.DTYPES[dtype] != array.dtype or (
-                found not in (None, element_type)):
+                found not in (None, element_type)) or told not in (None, dtype):
             raise errors.argument_invalid(
                 f"expected elements of {element_type}, got "
-                f"{found or array.dtype}", "element_types")
+                f"{found or told or array.dtype}", "element_types")
         return dtype
-    told = _arrays.name_of(array)
     if told is not None:
         return told
     if array.dtype == np.uint16:
         raise errors.argument_invalid(
             "expected element_types to say whether uint16 are 'uint16' or the "
             "bits of 'bfloat16'", "element_types")
+    if was_bits and array.dtype == np.uint8:
+        raise errors.argument_invalid(
+            "expected element_types to say whether uint8 are 'uint8' or the "
+            "bits of 'float8_e4m3fn', 'float8_e5m2' or 'float8_e8m0fnu'",
+            "element_types")
     for name, dtype_of in _files.DTYPES.items():
         if dtype_of == array.dtype and not name.startswith(_NOT_OF_NUMPY):
             return name
@@ -356,8 +368,7 @@ def _save_npy(path: str, pairs: list[tuple[str, FileValue]],
             "tensors")
     name, tensor = pairs[0]
     with naming(name):
-        array, found = _plain_array(tensor)
-        dtype = _dtype_of(array, found, types.pop(name, None))
+        array, dtype = _plain_array(tensor, types.pop(name, None))
         _check_types(types)
         if dtype.startswith(_NOT_OF_NUMPY):
             raise _files.unsupported(path, f".npy has no type for {dtype}")
