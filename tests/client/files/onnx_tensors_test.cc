@@ -1,17 +1,22 @@
 #include "client/files/onnx_tensors.h"
 
 #include <sys/stat.h>
+#include <unistd.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "client/files/dtype.h"
+#include "client/files/mapped_file.h"
 #include "client/files/safetensors.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -266,6 +271,30 @@ TEST_F(OnnxTensorsTest, DataMayBeInOtherFiles) {
   EXPECT_THAT(Values<float>(model->tensors()[2]), ElementsAre(3));
   EXPECT_THAT(model->data_paths(),
               ElementsAre(directory_.File("data/one"), directory_.File("two")));
+}
+
+TEST_F(OnnxTensorsTest, AFileThatIsCutTellsWhichOfItsTensors) {
+  const auto page = static_cast<size_t>(getpagesize());
+  const std::string pages(2 * page, 'x');
+  for (const auto& [file, tensor] :
+       {std::pair("model.onnx", "w"), std::pair("one", "z"),
+        std::pair("two", "c")}) {
+    directory_.Write("one", pages);
+    directory_.Write("two", pages);
+    const std::string second = absl::StrCat(page);
+    const auto model = Open(absl::StrCat(
+        OnnxInitializer("z", 1, {1}, OnnxExternal("one", second, "4")),
+        OnnxInitializer("c", 1, {1}, OnnxExternal("two", second, "4")),
+        OnnxInitializer("a", 1, {1}, OnnxExternal("one", "0", "4")),
+        OnnxInitializer("b", 1, {1}, OnnxExternal("two", "0", "4")),
+        OnnxInitializer("w", 1, {static_cast<int64_t>(page / 2)}, Raw(pages))));
+    ASSERT_TRUE(model.ok()) << model.status();
+    EXPECT_TRUE(CheckMappedFiles().ok());
+    std::filesystem::resize_file(directory_.File(file), page);
+    EXPECT_THAT(CheckMappedFiles().ToString(),
+                AllOf(HasSubstr("FILE_CHANGED"), HasSubstr(file),
+                      HasSubstr(absl::StrCat("tensor \"", tensor, "\""))));
+  }
 }
 
 TEST_F(OnnxTensorsTest, AModelNamesNoFilesOutsideOfItsFolder) {
