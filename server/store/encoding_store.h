@@ -219,7 +219,7 @@ class EncodingStore {
   // With `keep_others`, encodings of the target stay where the source has none
   // of that tensor; otherwise they are deleted. Durable when it returns. Takes
   // the same time however many there are; with `keep_others`, time for those of
-  // the source or for those that stay, whichever are fewer.
+  // both revisions, in steps between which others write.
   // Requires: `source` and `target` differ.
   // Errors: REVISION_NOT_FOUND.
   virtual absl::StatusOr<PublishedRevision> PublishRevision(

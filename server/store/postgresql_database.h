@@ -19,7 +19,7 @@
 namespace quantd::server {
 
 // Of the tables, in quantd_schema.
-constexpr int kPostgresqlSchemaVersion = 7;
+constexpr int kPostgresqlSchemaVersion = 8;
 
 class PostgresqlConnection;
 class PostgresqlListener;

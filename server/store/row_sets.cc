@@ -82,7 +82,7 @@ constexpr char kHasStatistics[] =
     "SELECT slot FROM statistics WHERE set_id = $1 LIMIT 1";
 constexpr char kListLostEncodings[] =
     "SELECT set_id, COUNT(*) FROM encodings "
-    "WHERE set_id NOT IN (SELECT set_id FROM row_sets WHERE kind = 0) "
+    "WHERE set_id NOT IN (SELECT set_id FROM row_sets WHERE kind IN (0, 2)) "
     "AND set_id NOT IN (SELECT set_id FROM lost_sets) "
     "GROUP BY set_id ORDER BY set_id";
 constexpr char kListLostStatistics[] =
@@ -94,16 +94,15 @@ constexpr char kSelectSetCounts[] =
     "SELECT principal, slot, row_count, bytes FROM set_counts "
     "WHERE set_id = $1";
 constexpr char kForgetSetCounts[] = "DELETE FROM set_counts WHERE set_id = $1";
-constexpr char kCountRows[] =
-    "SELECT principal, slot, COUNT(*), CAST(SUM(charged_bytes) AS BIGINT) "
-    "FROM encodings WHERE set_id = $1 GROUP BY principal, slot";
 constexpr char kChangeSetCounts[] =
     "INSERT INTO set_counts (set_id, principal, slot, row_count, bytes, "
     "update_time_us) VALUES ($1, $2, $3, $4, $5, $6) "
     "ON CONFLICT (set_id, principal, slot) DO UPDATE SET "
     "row_count = set_counts.row_count + excluded.row_count, "
     "bytes = set_counts.bytes + excluded.bytes, "
-    "update_time_us = excluded.update_time_us";
+    "update_time_us = CASE "
+    "WHEN set_counts.update_time_us < excluded.update_time_us "
+    "THEN excluded.update_time_us ELSE set_counts.update_time_us END";
 constexpr char kForgetEmptyCounts[] =
     "DELETE FROM set_counts WHERE set_id = $1 AND row_count = 0";
 constexpr char kChangeUsage[] =
@@ -141,22 +140,6 @@ absl::Status AddRowSet(SqlConnection& connection, absl::string_view model,
   row->BindInt(6, set.update_time_us);
   row->BindInt(7, static_cast<int64_t>(ChecksumOf(model, revision, kind, set)));
   return row->Step(kChangeWhat).status();
-}
-
-// Sums up rows of principal, slot, number of rows and bytes.
-absl::StatusOr<SlotUsage> ReadUsage(SqlConnection& connection, const char* sql,
-                                    int64_t set_id) {
-  const std::unique_ptr<SqlStatement> row = connection.Prepare(sql);
-  row->BindInt(1, set_id);
-  SlotUsage usage;
-  while (true) {
-    absl::StatusOr<bool> found = row->Step(kFindWhat);
-    if (!found.ok()) return found.status();
-    if (!*found) return usage;
-    Usage& of_slot = usage[{std::string(row->Bytes(0)), row->Int(1)}];
-    of_slot.rows += row->Int(2);
-    of_slot.bytes += row->Int(3);
-  }
 }
 
 // Without the check of the checksum unless `verifies`.
@@ -290,6 +273,7 @@ absl::StatusOr<bool> ReadNextCounted(SqlConnection& connection,
 // Rows of no revision, which nobody is to free either.
 absl::Status TellLostRows(SqlDatabase& database, RowKind kind,
                           absl::FunctionRef<void(const absl::Status&)> tell) {
+  if (kind == RowKind::kOtherEncodings) return absl::OkStatus();
   const bool is_of_encodings = kind == RowKind::kEncodings;
   return database.Read([&](SqlConnection& connection) -> absl::Status {
     const std::unique_ptr<SqlStatement> row = connection.Prepare(
@@ -337,7 +321,7 @@ absl::StatusOr<absl::optional<RowSet>> FindRowSetToDelete(
 absl::StatusOr<bool> HasRows(SqlConnection& connection, int64_t set_id,
                              RowKind kind) {
   const std::unique_ptr<SqlStatement> row = connection.Prepare(
-      kind == RowKind::kEncodings ? kHasEncodings : kHasStatistics);
+      kind == RowKind::kStatistics ? kHasStatistics : kHasEncodings);
   row->BindInt(1, set_id);
   return row->Step(kFindWhat);
 }
@@ -474,11 +458,17 @@ absl::Status LoseRowSet(SqlConnection& connection, int64_t set_id) {
 
 absl::StatusOr<SlotUsage> ReadSetUsage(SqlConnection& connection,
                                        int64_t set_id) {
-  return ReadUsage(connection, kSelectSetCounts, set_id);
-}
-
-absl::StatusOr<SlotUsage> CountRows(SqlConnection& connection, int64_t set_id) {
-  return ReadUsage(connection, kCountRows, set_id);
+  const std::unique_ptr<SqlStatement> row =
+      connection.Prepare(kSelectSetCounts);
+  row->BindInt(1, set_id);
+  SlotUsage usage;
+  while (true) {
+    absl::StatusOr<bool> found = row->Step(kFindWhat);
+    if (!found.ok()) return found.status();
+    if (!*found) return usage;
+    usage[{std::string(row->Bytes(0)), row->Int(1)}] = {row->Int(3),
+                                                        row->Int(2)};
+  }
 }
 
 void AddUsage(const SlotUsage& usage, int factor, SlotUsage* sum) {
@@ -543,18 +533,25 @@ int64_t NameBytes(const EncodingKey& key) {
 
 void UnassignEmptyRowSet(SqlDatabase& database, absl::string_view model,
                          absl::string_view revision, RowKind kind) {
+  std::vector<RowKind> kinds(kEncodingKinds.begin(), kEncodingKinds.end());
+  if (kind == RowKind::kStatistics) kinds = {kind};
   const auto is_empty = [&](SqlConnection& connection) -> absl::StatusOr<bool> {
-    absl::StatusOr<absl::optional<RowSet>> set =
-        FindRowSet(connection, model, revision, kind);
-    if (!set.ok()) return set.status();
-    if (!set->has_value()) return false;
-    absl::StatusOr<bool> has = HasRows(connection, (*set)->id, kind);
-    if (has.ok() && !*has && kind == RowKind::kStatistics) {
-      // A source whose first pieces are written has no row yet.
-      has = IsBeingWritten(&connection, (*set)->id);
+    bool is_there = false;
+    for (const RowKind each : kinds) {
+      absl::StatusOr<absl::optional<RowSet>> set =
+          FindRowSet(connection, model, revision, each);
+      if (!set.ok()) return set.status();
+      if (!set->has_value()) continue;
+      is_there = true;
+      absl::StatusOr<bool> has = HasRows(connection, (*set)->id, each);
+      if (has.ok() && !*has && each == RowKind::kStatistics) {
+        // A source whose first pieces are written has no row yet.
+        has = IsBeingWritten(&connection, (*set)->id);
+      }
+      if (!has.ok()) return has.status();
+      if (*has) return false;
     }
-    if (!has.ok()) return has.status();
-    return !*has;
+    return is_there;
   };
   bool seems_empty = false;
   const auto look = [&](SqlConnection& connection) -> absl::Status {
@@ -571,7 +568,11 @@ void UnassignEmptyRowSet(SqlDatabase& database, absl::string_view model,
     if (!status.ok()) return status;
     const absl::StatusOr<bool> empty = is_empty(connection);
     if (!empty.ok() || !*empty) return empty.status();
-    return UnassignRowSet(connection, model, revision, kind);
+    for (const RowKind each : kinds) {
+      status = UnassignRowSet(connection, model, revision, each);
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
   };
   database.WriteToFree(unassign).IgnoreError();
 }

@@ -4,10 +4,16 @@
 // a set of each kind. Publishing gives a revision the set of another one, and
 // deleting takes a set away: both take as long for 60,000 rows as for ten. A
 // set that no revision has is lost; StoreKeeper frees its rows in steps.
+//
+// A revision may have a second set of encodings; no tensor is in both. Where
+// publishing keeps encodings of other tensors, it first divides those of the
+// target between two sets, in steps that change nothing for readers: one set
+// has what stays, the other one what is replaced. Then it takes that away.
 
 #ifndef QUANTD_SERVER_STORE_ROW_SETS_H_
 #define QUANTD_SERVER_STORE_ROW_SETS_H_
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -24,14 +30,24 @@
 
 namespace quantd::server {
 
-// As the database has them.
-enum class RowKind { kEncodings = 0, kStatistics = 1 };
+// The values are those in the database. kOtherEncodings is the kind of a
+// revision's second set of encodings. Only a revision with a first set has it,
+// and both sets have the same generation and time.
+enum class RowKind { kEncodings = 0, kStatistics = 1, kOtherEncodings = 2 };
+inline constexpr std::array kEncodingKinds = {RowKind::kEncodings,
+                                              RowKind::kOtherEncodings};
 
 // The ids of a revision's sets in SQL; parameters 1 and 2 are its model and its
 // name.
 #define QUANTD_ENCODING_SET                       \
   "(SELECT set_id FROM row_sets WHERE model = $1" \
   " AND revision = $2 AND kind = 0)"
+#define QUANTD_OTHER_ENCODING_SET                 \
+  "(SELECT set_id FROM row_sets WHERE model = $1" \
+  " AND revision = $2 AND kind = 2)"
+// For IN.
+#define QUANTD_ENCODING_SETS \
+  "(" QUANTD_ENCODING_SET ", " QUANTD_OTHER_ENCODING_SET ")"
 #define QUANTD_STATISTICS_SET                     \
   "(SELECT set_id FROM row_sets WHERE model = $1" \
   " AND revision = $2 AND kind = 1)"
@@ -102,7 +118,8 @@ struct ListedRowSet {
 };
 
 // Calls `visit` with every set of a kind that is known, and `damaged` with why
-// one is not, and with rows that no revision has and nobody is to free.
+// one is not. Unless the kind is that of second sets, it also tells `damaged`
+// of rows that no revision has and nobody is to free.
 absl::Status CheckRowSets(
     SqlDatabase& database, RowKind kind,
     absl::FunctionRef<void(const absl::Status&)> damaged,
@@ -140,12 +157,9 @@ absl::StatusOr<SlotUsage> ReadSetUsage(SqlConnection& connection,
 absl::Status ChangeUsage(SqlConnection& connection, absl::string_view model,
                          const SlotUsage& change);
 
-// Adds to what a set has.
+// Adds to what a set has. `update_time_us` is that of the newest row that came.
 absl::Status ChangeSetUsage(SqlConnection& connection, int64_t set_id,
                             const SlotUsage& change, int64_t update_time_us);
-
-// What rows of encodings a set has, counted row by row.
-absl::StatusOr<SlotUsage> CountRows(SqlConnection& connection, int64_t set_id);
 
 // Adds `usage` times `factor`.
 void AddUsage(const SlotUsage& usage, int factor, SlotUsage* sum);
@@ -161,8 +175,8 @@ int64_t SlotOf(absl::string_view tensor);
 // revision, which may become another one.
 int64_t NameBytes(const EncodingKey& key);
 
-// In transactions of its own: unassigns a revision's set if it has no rows. One
-// that stays where that fails is in nobody's way.
+// In transactions of its own: unassigns a revision's set, of encodings both, if
+// there are no rows. What stays where that fails is in nobody's way.
 void UnassignEmptyRowSet(SqlDatabase& database, absl::string_view model,
                          absl::string_view revision, RowKind kind);
 

@@ -1,8 +1,10 @@
 #include "server/store/sql_encoding_store.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
@@ -37,22 +39,22 @@ constexpr absl::string_view kAbsent = "absent";
 // Larger encodings have their scales in pieces.
 constexpr int64_t kMostInlineBytes = int64_t{16} << 10;
 
-// A row where there is the revision's set, whatever that has of the tensor.
+// A row for each set of the revision, whatever that has of the tensor.
 constexpr char kSelect[] =
     "SELECT encodings.generation, encodings.update_time_us, format, "
     "scale_count, charged_bytes, encodings.checksum, head_checksum, body, "
     "content_id, content_bytes, COALESCE(encodings.set_id, 0), sets.set_id, "
-    "sets.generation, sets.update_time_us, sets.checksum "
-    "FROM (SELECT set_id, generation, update_time_us, checksum FROM row_sets "
-    "WHERE model = $1 AND revision = $2 AND kind = 0) AS sets "
+    "sets.generation, sets.update_time_us, sets.checksum, sets.kind "
+    "FROM (SELECT set_id, generation, update_time_us, checksum, kind "
+    "FROM row_sets "
+    "WHERE model = $1 AND revision = $2 AND kind IN (0, 2)) AS sets "
     "LEFT JOIN encodings "
     "ON encodings.set_id = sets.set_id AND encodings.tensor = $3";
-constexpr char kSelectEtag[] =
-    "SELECT generation, checksum, update_time_us FROM encodings "
-    "WHERE set_id = " QUANTD_ENCODING_SET " AND tensor = $3";
-constexpr char kSelectReplacedEncoding[] =
-    "SELECT principal, charged_bytes FROM encodings "
-    "WHERE set_id = " QUANTD_ENCODING_SET " AND tensor = $3";
+// Of what is there before a put or a delete.
+constexpr char kSelectPresent[] =
+    "SELECT generation, checksum, update_time_us, principal, charged_bytes, "
+    "set_id FROM encodings "
+    "WHERE set_id IN " QUANTD_ENCODING_SETS " AND tensor = $3";
 constexpr char kUpsertEncoding[] =
     "INSERT INTO encodings (set_id, tensor, generation, update_time_us, "
     "format, scale_count, checksum, head_checksum, principal, slot, "
@@ -68,20 +70,33 @@ constexpr char kUpsertEncoding[] =
     "content_bytes = excluded.content_bytes, body = excluded.body";
 constexpr char kDeleteEncodingRow[] =
     "DELETE FROM encodings "
-    "WHERE set_id = " QUANTD_ENCODING_SET " AND tensor = $3";
-constexpr char kListEncodings[] =
-    "SELECT tensor, encodings.generation, encodings.update_time_us, format, "
-    "scale_count, charged_bytes, encodings.checksum, head_checksum, "
-    "sets.set_id, sets.generation, sets.update_time_us, sets.checksum "
-    "FROM encodings JOIN row_sets AS sets ON sets.set_id = encodings.set_id "
-    "WHERE encodings.set_id = " QUANTD_ENCODING_SET
-    " AND tensor > $3 ORDER BY tensor LIMIT $4";
+    "WHERE set_id IN " QUANTD_ENCODING_SETS " AND tensor = $3";
+// A page of each set gives one of both.
+#define QUANTD_PAGE_OF_BOTH(page) \
+  "SELECT * FROM (" page(QUANTD_ENCODING_SET) ") AS page UNION ALL "    \
+  "SELECT * FROM (" page(QUANTD_OTHER_ENCODING_SET) ") AS other_page "  \
+  "ORDER BY tensor LIMIT $4"
+#define QUANTD_PAGE(set)                                                     \
+  "SELECT tensor, encodings.generation, encodings.update_time_us AS time, "  \
+  "format, scale_count, charged_bytes, encodings.checksum AS row_checksum, " \
+  "head_checksum, sets.set_id, sets.generation AS set_generation, "          \
+  "sets.update_time_us AS set_time, sets.checksum AS set_checksum, "         \
+  "sets.kind "                                                               \
+  "FROM encodings JOIN row_sets AS sets ON sets.set_id = encodings.set_id "  \
+  "WHERE encodings.set_id = " set " AND tensor > $3 ORDER BY tensor LIMIT $4"
+constexpr char kListEncodings[] = QUANTD_PAGE_OF_BOTH(QUANTD_PAGE);
+#undef QUANTD_PAGE
 // From the index of the key, whatever is damaged beside that.
-constexpr char kListEncodingNames[] =
-    "SELECT tensor FROM encodings "
-    "WHERE set_id = " QUANTD_ENCODING_SET
-    " AND tensor > $3 "
-    "ORDER BY tensor LIMIT $4";
+#define QUANTD_PAGE(set)                             \
+  "SELECT tensor FROM encodings WHERE set_id = " set \
+  " AND tensor > $3 ORDER BY tensor LIMIT $4"
+constexpr char kListEncodingNames[] = QUANTD_PAGE_OF_BOTH(QUANTD_PAGE);
+#undef QUANTD_PAGE
+#undef QUANTD_PAGE_OF_BOTH
+// The same of one set.
+constexpr char kListNamesOfSet[] =
+    "SELECT tensor FROM encodings WHERE set_id = $1 AND tensor > $2 "
+    "ORDER BY tensor LIMIT $3";
 
 // Pieces that no encoding has, and that nobody is to free.
 constexpr char kListLostEncodingPieces[] =
@@ -91,29 +106,26 @@ constexpr char kListLostEncodingPieces[] =
     "AND content_id NOT IN (SELECT content_id FROM lost_contents) "
     "GROUP BY content_id ORDER BY content_id";
 
-// Merging sets.
+// Dividing sets. A scalar subquery makes PostgreSQL look up each tensor in the
+// index. A join or EXISTS may compare every row with every other one as long as
+// the statistics of the database do not know the sets: minutes for 30,000.
 constexpr char kCountBoth[] =
-    "SELECT COUNT(*) FROM encodings WHERE set_id = $1 AND EXISTS ("
-    "SELECT 1 FROM encodings AS others "
-    "WHERE others.set_id = $2 AND others.tensor = encodings.tensor)";
-constexpr char kListHeads[] =
-    "SELECT tensor, generation, update_time_us, format, scale_count, "
-    "charged_bytes, checksum, head_checksum, principal, slot FROM encodings "
-    "WHERE set_id = $1 AND tensor > $2 AND NOT EXISTS ("
-    "SELECT 1 FROM encodings AS others "
-    "WHERE others.set_id = $3 AND others.tensor = encodings.tensor) "
-    "ORDER BY tensor LIMIT 1000";
+    "SELECT COUNT(*) FROM encodings WHERE set_id = $1 AND ("
+    "SELECT 1 FROM encodings AS others WHERE others.set_id = $2 "
+    "AND others.tensor = encodings.tensor) IS NOT NULL";
+#define QUANTD_LIST_HEADS(is_in_others)                              \
+  "SELECT tensor, generation, update_time_us, format, scale_count, " \
+  "charged_bytes, checksum, head_checksum, principal, slot "         \
+  "FROM encodings WHERE set_id = $1 AND tensor > $2 AND ("           \
+  "SELECT 1 FROM encodings AS others WHERE others.set_id = $3 "      \
+  "AND others.tensor = encodings.tensor) " is_in_others              \
+  " ORDER BY tensor LIMIT $4"
+constexpr char kListHeadsInOthers[] = QUANTD_LIST_HEADS("IS NOT NULL");
+constexpr char kListHeadsNotInOthers[] = QUANTD_LIST_HEADS("IS NULL");
+#undef QUANTD_LIST_HEADS
 constexpr char kMoveRow[] =
     "UPDATE encodings SET set_id = $1, head_checksum = $2 "
     "WHERE set_id = $3 AND tensor = $4";
-// Rows of tensors that another set has too.
-constexpr char kLoseReplaced[] =
-    "UPDATE encodings SET set_id = $1 WHERE set_id = $2 AND tensor IN ("
-    "SELECT tensor FROM encodings WHERE set_id = $3 AND tensor > $4 "
-    "ORDER BY tensor LIMIT 1000)";
-constexpr char kLastOfPage[] =
-    "SELECT MAX(tensor) FROM (SELECT tensor FROM encodings "
-    "WHERE set_id = $1 AND tensor > $2 ORDER BY tensor LIMIT 1000) AS page";
 constexpr char kRevisionsOf[] =
     "SELECT DISTINCT revision FROM row_sets WHERE model = $1 "
     "ORDER BY revision";
@@ -191,7 +203,7 @@ absl::Status CorruptEncoding(const EncodingKey& key, absl::string_view what) {
       absl::StrCat(ShownKey(key), what, "; put it again or delete it"));
 }
 
-// The etag in a row of kSelectEtag.
+// The etag in a row of kSelectPresent.
 std::string EtagOf(const SqlStatement& row) {
   return MakeEtag(row.Int(0), static_cast<uint64_t>(row.Int(1)));
 }
@@ -203,29 +215,29 @@ absl::Status PutRow(SqlConnection& connection, const EncodingKey& key,
                     EncodingRowHead* head) {
   constexpr absl::string_view kWhat = "cannot put an encoding";
   if (absl::Status s = connection.LockTensor(key); !s.ok()) return s;
-  if (!precondition.if_match.empty()) {
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectEtag);
+  const WriteAccount& account = precondition.account;
+  ReplacedRow replaced;
+  // What is replaced stays in its set.
+  int64_t set_id = 0;
+  {
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kSelectPresent);
     row->BindKey(key);
     absl::StatusOr<bool> found = row->Step(kWhat);
     if (!found.ok()) return found.status();
     const std::string etag = *found ? EtagOf(*row) : std::string(kAbsent);
-    if (etag != precondition.if_match) {
+    if (!precondition.if_match.empty() && etag != precondition.if_match) {
       return core::EtagMismatchError(precondition.if_match, etag);
     }
-  }
-  const WriteAccount& account = precondition.account;
-  ReplacedRow replaced;
-  if (!account.quotas.empty()) {
-    const std::unique_ptr<SqlStatement> row =
-        connection.Prepare(kSelectReplacedEncoding);
-    row->BindKey(key);
-    absl::StatusOr<bool> found = row->Step(kWhat);
-    if (!found.ok()) return found.status();
-    if (*found) replaced = {true, std::string(row->Bytes(0)), row->Int(1)};
+    if (*found) {
+      replaced = {true, std::string(row->Bytes(3)), row->Int(4)};
+      set_id = row->Int(5);
+    }
   }
   const absl::StatusOr<RowSet> set =
       FindOrAddRowSet(connection, key.model, key.revision, RowKind::kEncodings);
   if (!set.ok()) return set.status();
+  if (!replaced.exists) set_id = set->id;
   absl::StatusOr<int64_t> generation = connection.NextGeneration();
   if (!generation.ok()) return generation.status();
   head->generation = *generation;
@@ -237,15 +249,15 @@ absl::Status PutRow(SqlConnection& connection, const EncodingKey& key,
   {
     const std::unique_ptr<SqlStatement> row =
         connection.Prepare(kUpsertEncoding);
-    row->BindInt(1, set->id);
+    row->BindInt(1, set_id);
     row->BindText(2, key.tensor);
     row->BindInt(3, head->generation);
     row->BindInt(4, head->update_time_us);
     row->BindInt(5, head->format);
     row->BindInt(6, head->scale_count);
     row->BindInt(7, static_cast<int64_t>(head->checksum));
-    row->BindInt(
-        8, static_cast<int64_t>(HeadChecksum(set->id, key.tensor, *head)));
+    row->BindInt(8,
+                 static_cast<int64_t>(HeadChecksum(set_id, key.tensor, *head)));
     row->BindText(9, account.principal);
     row->BindInt(10, SlotOf(key.tensor));
     row->BindInt(11, head->charged_bytes);
@@ -311,25 +323,27 @@ absl::Status SelectRow(SqlConnection& connection, const EncodingKey& key,
                        ReadRow* read) {
   const std::unique_ptr<SqlStatement> select = connection.Prepare(kSelect);
   select->BindKey(key);
-  absl::StatusOr<bool> found = select->Step("cannot read an encoding");
-  if (absl::IsDataLoss(found.status())) {
-    return core::StoreCorruptError(
-        absl::StrCat(ShownKey(key),
-                     "stands on a damaged page of the database; restore the "
-                     "store from its backup"));
-  }
-  if (!found.ok()) return found.status();
-  if (!*found) return NoSuchEncoding(key);
-  absl::StatusOr<RowSet> set =
-      ReadRowSet(*select, 11, key.model, key.revision, RowKind::kEncodings);
-  if (!set.ok()) return set.status();
-  if (select->Int(10) != set->id) return NoSuchEncoding(key);
-  read->set = *set;
+  do {
+    const absl::StatusOr<bool> found = select->Step("cannot read an encoding");
+    if (absl::IsDataLoss(found.status())) {
+      return core::StoreCorruptError(
+          absl::StrCat(ShownKey(key),
+                       "stands on a damaged page of the database; restore the "
+                       "store from its backup"));
+    }
+    if (!found.ok()) return found.status();
+    if (!*found) return NoSuchEncoding(key);
+    absl::StatusOr<RowSet> set =
+        ReadRowSet(*select, 11, key.model, key.revision,
+                   static_cast<RowKind>(select->Int(15)));
+    if (!set.ok()) return set.status();
+    read->set = *set;
+  } while (select->Int(10) != read->set.id);
   read->head = HeadOf(*select, 0);
   read->content = {std::string(select->Bytes(7)), select->Int(8),
                    select->Int(9)};
   if (static_cast<uint64_t>(select->Int(6)) !=
-          HeadChecksum(set->id, key.tensor, read->head) ||
+          HeadChecksum(read->set.id, key.tensor, read->head) ||
       read->head.checksum !=
           ContentChecksum(read->head.generation, read->content)) {
     return CorruptEncoding(key, "fails its checksum");
@@ -503,7 +517,8 @@ class SqlEncodingReader final : public EncodingReader {
     const auto read = [&](SqlConnection& connection) -> absl::Status {
       absl::StatusOr<bool> found = pieces_.Read(connection, &piece);
       if (!found.ok() || *found) return found.status();
-      const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectEtag);
+      const std::unique_ptr<SqlStatement> row =
+          connection.Prepare(kSelectPresent);
       row->BindKey(key_);
       found = row->Step("cannot read an encoding");
       if (!found.ok()) return found.status();
@@ -670,127 +685,272 @@ class SqlEncodingWriter final : public EncodingWriter {
   int64_t outer_pieces_ = 0;
 };
 
-// Moves rows of tensors that `to` has not. Answers what they take.
-// `revision`  that has the rows.
-// Errors: STORE_CORRUPT, STORE_UNAVAILABLE.
-absl::StatusOr<SlotUsage> MoveRows(SqlConnection& connection,
-                                   absl::string_view model,
-                                   absl::string_view revision, int64_t from,
-                                   int64_t to) {
-  constexpr absl::string_view kWhat = "cannot publish a revision";
-  SlotUsage moved;
-  std::vector<std::pair<std::string, EncodingRowHead>> page;
-  do {
-    const std::string after = page.empty() ? "" : page.back().first;
-    page.clear();
-    {
-      const std::unique_ptr<SqlStatement> row = connection.Prepare(kListHeads);
-      row->BindInt(1, from);
-      row->BindText(2, after);
-      row->BindInt(3, to);
+// The sets of a revision's encodings; the id of one that it has not is 0.
+using EncodingSets = std::array<RowSet, kEncodingKinds.size()>;
+
+absl::StatusOr<EncodingSets> FindEncodingSets(SqlConnection& connection,
+                                              absl::string_view model,
+                                              absl::string_view revision) {
+  EncodingSets sets;
+  for (size_t i = 0; i < sets.size(); ++i) {
+    const absl::StatusOr<absl::optional<RowSet>> set =
+        FindRowSet(connection, model, revision, kEncodingKinds[i]);
+    if (!set.ok()) return set.status();
+    sets[i] = set->value_or(RowSet());
+  }
+  return sets;
+}
+
+absl::StatusOr<bool> HasEncodings(SqlConnection& connection,
+                                  const EncodingSets& sets) {
+  for (const RowSet& set : sets) {
+    const absl::StatusOr<bool> has =
+        HasRows(connection, set.id, RowKind::kEncodings);
+    if (!has.ok() || *has) return has;
+  }
+  return false;
+}
+
+// Makes the encodings of one revision those of another. If many rows of the
+// target stay and many are replaced, transactions before the last one divide
+// them between its two sets, which nobody sees who reads. Not thread-safe.
+// Errors of every call: STORE_CORRUPT, STORE_UNAVAILABLE.
+class RevisionPublisher {
+ public:
+  // What is named outlives this.
+  RevisionPublisher(absl::string_view model, absl::string_view source,
+                    absl::string_view target, bool keep_others)
+      : model_(model),
+        source_(source),
+        target_(target),
+        keep_others_(keep_others) {}
+
+  // Comes first: finds out in which direction fewer rows move.
+  absl::Status Plan(SqlConnection& connection) {
+    if (!keep_others_) return absl::OkStatus();
+    if (absl::Status s = FindSets(connection); !s.ok()) return s;
+    // How many rows of each set of the target are replaced, and are not.
+    std::array<int64_t, kEncodingKinds.size()> replaced = {}, others = {};
+    for (size_t i = 0; i < to_.size(); ++i) {
+      const absl::StatusOr<SlotUsage> usage =
+          ReadSetUsage(connection, to_[i].id);
+      if (!usage.ok()) return usage.status();
+      for (const RowSet& set : from_) {
+        const std::unique_ptr<SqlStatement> row =
+            connection.Prepare(kCountBoth);
+        row->BindInt(1, set.id);
+        row->BindInt(2, to_[i].id);
+        absl::StatusOr<bool> found = row->Step(kWhat);
+        if (!found.ok()) return found.status();
+        replaced[i] += row->Int(0);
+      }
+      others[i] = RowCount(*usage) - replaced[i];
+    }
+    kept_ = replaced[0] + others[1] <= others[0] + replaced[1] ? 0 : 1;
+    return absl::OkStatus();
+  }
+
+  // Comes then, in a transaction each time, until is_done().
+  // Errors: REVISION_NOT_FOUND.
+  absl::Status Step(SqlConnection& connection) {
+    std::vector<std::string> revisions = {std::string(source_),
+                                          std::string(target_)};
+    std::sort(revisions.begin(), revisions.end());
+    absl::Status status = connection.LockRevisions(model_, revisions);
+    if (status.ok()) status = FindSets(connection);
+    if (!status.ok()) return status;
+    const absl::StatusOr<bool> has_rows = HasEncodings(connection, from_);
+    if (!has_rows.ok()) return has_rows.status();
+    if (!*has_rows) {
+      return core::RevisionNotFoundError(model_, source_, "encodings");
+    }
+    if (keep_others_ && to_[0].id != 0) {
+      const absl::StatusOr<bool> is_divided = Divide(connection);
+      if (!is_divided.ok() || !*is_divided) return is_divided.status();
+    }
+    return Publish(connection);
+  }
+
+  bool is_done() const { return is_done_; }
+  const PublishedRevision& published() const { return published_; }
+
+ private:
+  static constexpr absl::string_view kWhat = "cannot publish a revision";
+  // Rows that a step moves, so that others do not wait for long.
+  static constexpr int64_t kRowsPerStep = 200;
+
+  // Rows that are not where they belong.
+  struct Misplaced {
+    // The revision whose sets they are in, and which ones.
+    absl::string_view revision;
+    EncodingSets* sets;
+    size_t from;
+    size_t to;
+    // Rows are misplaced if their tensors are in this set, or are not.
+    int64_t others_id;
+    bool are_in_others;
+  };
+
+  absl::Status FindSets(SqlConnection& connection) {
+    absl::StatusOr<EncodingSets> sets =
+        FindEncodingSets(connection, model_, source_);
+    if (!sets.ok()) return sets.status();
+    from_ = *sets;
+    sets = FindEncodingSets(connection, model_, target_);
+    if (sets.ok()) to_ = *sets;
+    return sets.status();
+  }
+
+  // False where there is more to do in other transactions.
+  absl::StatusOr<bool> Divide(SqlConnection& connection) {
+    const size_t lost = 1 - kept_;
+    const Misplaced misplaced[] = {
+        // The target takes one set: its other one has the rows that stay.
+        {source_, &from_, 1, 0, 0, false},
+        {target_, &to_, kept_, lost, from_[0].id, true},
+        {target_, &to_, lost, kept_, from_[0].id, false},
+    };
+    const bool from_start = next_ == 0 && after_.empty();
+    for (; next_ < std::size(misplaced); ++next_) {
+      absl::StatusOr<int64_t> count = kRowsPerStep;
+      while (*count == kRowsPerStep) {
+        count = MoveRows(connection, misplaced[next_]);
+        if (!count.ok()) return count.status();
+        if (*count == kRowsPerStep && !is_last_) return false;
+      }
+      after_.clear();
+    }
+    next_ = 0;
+    // What was written meanwhile is found from the start on, and moves at once.
+    is_last_ = !from_start;
+    return from_start;
+  }
+
+  // Moves the next rows. Answers how many.
+  absl::StatusOr<int64_t> MoveRows(SqlConnection& connection,
+                                   const Misplaced& misplaced) {
+    const int64_t from_id = (*misplaced.sets)[misplaced.from].id;
+    std::vector<std::pair<std::string, EncodingRowHead>> rows;
+    SlotUsage moved;
+    int64_t newest_us = 0;
+    if (from_id != 0) {
+      const std::unique_ptr<SqlStatement> row = connection.Prepare(
+          misplaced.are_in_others ? kListHeadsInOthers : kListHeadsNotInOthers);
+      row->BindInt(1, from_id);
+      row->BindText(2, after_);
+      row->BindInt(3, misplaced.others_id);
+      row->BindInt(4, kRowsPerStep);
       while (true) {
         absl::StatusOr<bool> found = row->Step(kWhat);
         if (!found.ok()) return found.status();
         if (!*found) break;
-        page.emplace_back(row->Bytes(0), HeadOf(*row, 1));
-        const auto& [tensor, head] = page.back();
+        rows.emplace_back(row->Bytes(0), HeadOf(*row, 1));
+        const auto& [tensor, head] = rows.back();
         if (static_cast<uint64_t>(row->Int(7)) !=
-            HeadChecksum(from, tensor, head)) {
+            HeadChecksum(from_id, tensor, head)) {
           return CorruptEncoding(
-              {std::string(model), std::string(revision), tensor},
+              {std::string(model_), std::string(misplaced.revision), tensor},
               "fails its checksum");
         }
         Usage& of_slot = moved[{std::string(row->Bytes(8)), row->Int(9)}];
         of_slot.rows += 1;
         of_slot.bytes += head.charged_bytes;
+        newest_us = std::max(newest_us, head.update_time_us);
       }
     }
-    for (const auto& [tensor, head] : page) {
+    if (rows.empty()) return 0;
+    RowSet& to = (*misplaced.sets)[misplaced.to];
+    if (to.id == 0) {
+      absl::StatusOr<int64_t> id = connection.NextGeneration();
+      if (!id.ok()) return id.status();
+      to = (*misplaced.sets)[misplaced.from];
+      to.id = *id;
+      absl::Status status = AssignRowSet(connection, model_, misplaced.revision,
+                                         kEncodingKinds[misplaced.to], to);
+      if (!status.ok()) return status;
+    }
+    for (const auto& [tensor, head] : rows) {
       const std::unique_ptr<SqlStatement> row = connection.Prepare(kMoveRow);
-      row->BindInt(1, to);
-      row->BindInt(2, static_cast<int64_t>(HeadChecksum(to, tensor, head)));
-      row->BindInt(3, from);
+      row->BindInt(1, to.id);
+      row->BindInt(2, static_cast<int64_t>(HeadChecksum(to.id, tensor, head)));
+      row->BindInt(3, from_id);
       row->BindText(4, tensor);
       if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
     }
-  } while (!page.empty());
-  return moved;
-}
+    after_ = rows.back().first;
+    SlotUsage gone;
+    AddUsage(moved, -1, &gone);
+    absl::Status status = ChangeSetUsage(connection, to.id, moved, newest_us);
+    if (status.ok()) status = ChangeSetUsage(connection, from_id, gone, 0);
+    if (!status.ok()) return status;
+    return static_cast<int64_t>(rows.size());
+  }
 
-// Moves rows of `from` to `lost` whose tensors `by` has too.
-absl::Status LoseReplaced(SqlConnection& connection, int64_t from, int64_t by,
-                          int64_t lost) {
-  constexpr absl::string_view kWhat = "cannot publish a revision";
-  std::string after;
-  while (true) {
-    std::string last;
-    {
-      const std::unique_ptr<SqlStatement> row = connection.Prepare(kLastOfPage);
-      row->BindInt(1, by);
-      row->BindText(2, after);
-      absl::StatusOr<bool> found = row->Step(kWhat);
-      if (!found.ok()) return found.status();
-      last = std::string(row->Bytes(0));
+  absl::Status Publish(SqlConnection& connection) {
+    published_ = {};
+    // The sets that the target has afterwards, and those that nobody has.
+    EncodingSets result = from_;
+    std::vector<RowSet> lost = {to_[0], to_[1]};
+    if (keep_others_ && to_[kept_].id != 0) {
+      const absl::StatusOr<bool> has_rows =
+          HasRows(connection, to_[kept_].id, RowKind::kEncodings);
+      if (!has_rows.ok()) return has_rows.status();
+      if (*has_rows) {
+        result[1] = to_[kept_];
+        lost = {to_[1 - kept_], from_[1]};
+      }
     }
-    if (last.empty()) return absl::OkStatus();
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kLoseReplaced);
-    row->BindInt(1, lost);
-    row->BindInt(2, from);
-    row->BindInt(3, by);
-    row->BindText(4, after);
-    if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
-    after = std::move(last);
+    SlotUsage change;
+    for (const RowSet& set : lost) {
+      if (set.id == 0) continue;
+      const absl::StatusOr<SlotUsage> usage = ReadSetUsage(connection, set.id);
+      if (!usage.ok()) return usage.status();
+      AddUsage(*usage, -1, &change);
+      absl::Status status = LoseRowSet(connection, set.id);
+      if (!status.ok()) return status;
+    }
+    const absl::StatusOr<int64_t> generation = connection.NextGeneration();
+    if (!generation.ok()) return generation.status();
+    for (const RowKind kind : kEncodingKinds) {
+      absl::Status status = UnassignRowSet(connection, model_, source_, kind);
+      if (status.ok()) {
+        status = UnassignRowSet(connection, model_, target_, kind);
+      }
+      if (!status.ok()) return status;
+    }
+    const int64_t now_us = absl::ToUnixMicros(absl::Now());
+    for (size_t i = 0; i < result.size(); ++i) {
+      if (result[i].id == 0) continue;
+      const absl::StatusOr<SlotUsage> usage =
+          ReadSetUsage(connection, result[i].id);
+      if (!usage.ok()) return usage.status();
+      published_.encoding_count += RowCount(*usage);
+      absl::Status status =
+          AssignRowSet(connection, model_, target_, kEncodingKinds[i],
+                       {result[i].id, *generation, now_us});
+      if (!status.ok()) return status;
+    }
+    published_.replaced_count = -RowCount(change);
+    is_done_ = true;
+    absl::Status status = connection.Announce();
+    return status.ok() ? ChangeUsage(connection, model_, change) : status;
   }
-}
 
-// A set of encodings, and whose it is.
-struct OwnedSet {
-  absl::string_view revision;
-  int64_t id = 0;
-  SlotUsage usage;
+  const absl::string_view model_;
+  const absl::string_view source_;
+  const absl::string_view target_;
+  const bool keep_others_;
+  // Which of the target's two sets is to have the rows that stay.
+  size_t kept_ = 0;
+  EncodingSets from_;
+  EncodingSets to_;
+  // How far the steps have come.
+  size_t next_ = 0;
+  std::string after_;
+  bool is_last_ = false;
+  bool is_done_ = false;
+  PublishedRevision published_;
 };
-
-// Makes one set of two, in which rows of `from` replace those of `to`: the
-// fewer rows move. Answers that one; the other one, and what is replaced, is
-// lost. Errors: STORE_CORRUPT, STORE_UNAVAILABLE.
-absl::StatusOr<OwnedSet> MergeSets(SqlConnection& connection,
-                                   absl::string_view model, OwnedSet from,
-                                   OwnedSet to, int64_t now_us) {
-  int64_t replaced_count = 0;
-  {
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kCountBoth);
-    row->BindInt(1, from.id);
-    row->BindInt(2, to.id);
-    absl::StatusOr<bool> found = row->Step("cannot publish a revision");
-    if (!found.ok()) return found.status();
-    replaced_count = row->Int(0);
-  }
-  SlotUsage change;
-  const bool others_move =
-      RowCount(to.usage) - replaced_count <= RowCount(from.usage);
-  OwnedSet& result = others_move ? from : to;
-  const OwnedSet& other = others_move ? to : from;
-  if (!others_move) {
-    absl::StatusOr<int64_t> replaced = connection.NextGeneration();
-    if (!replaced.ok()) return replaced.status();
-    absl::Status status = LoseReplaced(connection, to.id, from.id, *replaced);
-    if (!status.ok()) return status;
-    absl::StatusOr<SlotUsage> usage = CountRows(connection, *replaced);
-    if (!usage.ok()) return usage.status();
-    AddUsage(*usage, -1, &change);
-    status = LoseRowSet(connection, *replaced);
-    if (!status.ok()) return status;
-  }
-  absl::StatusOr<SlotUsage> moved =
-      MoveRows(connection, model, other.revision, other.id, result.id);
-  if (!moved.ok()) return moved.status();
-  AddUsage(*moved, 1, &change);
-  absl::Status status = ChangeSetUsage(connection, result.id, change, now_us);
-  if (status.ok()) status = LoseRowSet(connection, other.id);
-  if (!status.ok()) return status;
-  AddUsage(change, 1, &result.usage);
-  return std::move(result);
-}
 
 // Takes away what a revision has of a kind, and takes that from `change`.
 // Answers how many rows; 0 where there was none.
@@ -821,13 +981,15 @@ absl::StatusOr<bool> DeleteSets(SqlConnection& connection,
                                 absl::string_view revision, SlotUsage* change,
                                 DeletedRows* deleted) {
   bool has_rows = false;
-  absl::StatusOr<int64_t> encodings = DeleteSet(
-      connection, model, revision, RowKind::kEncodings, change, &has_rows);
-  if (!encodings.ok()) return encodings.status();
+  for (const RowKind kind : kEncodingKinds) {
+    absl::StatusOr<int64_t> encodings =
+        DeleteSet(connection, model, revision, kind, change, &has_rows);
+    if (!encodings.ok()) return encodings.status();
+    deleted->encoding_count += *encodings;
+  }
   absl::StatusOr<int64_t> statistics = DeleteSet(
       connection, model, revision, RowKind::kStatistics, change, &has_rows);
   if (!statistics.ok()) return statistics.status();
-  deleted->encoding_count += *encodings;
   deleted->statistics_count += *statistics;
   return has_rows;
 }
@@ -836,8 +998,8 @@ absl::StatusOr<bool> DeleteSets(SqlConnection& connection,
 template <typename Entry>
 void AddSet(const CountedRowSet& set, Entry* entry) {
   entry->error.Update(set.error);
-  (set.kind == RowKind::kEncodings ? entry->encoding_count
-                                   : entry->statistics_count) += set.usage.rows;
+  (set.kind == RowKind::kStatistics ? entry->statistics_count
+                                    : entry->encoding_count) += set.usage.rows;
 }
 
 }  // namespace
@@ -916,67 +1078,18 @@ absl::StatusOr<std::unique_ptr<EncodingWriter>> SqlEncodingStore::OpenWriter(
 absl::StatusOr<PublishedRevision> SqlEncodingStore::PublishRevision(
     absl::string_view model, absl::string_view source, absl::string_view target,
     bool keep_others) {
-  constexpr RowKind kKind = RowKind::kEncodings;
-  PublishedRevision published;
-  const auto publish = [&](SqlConnection& connection) -> absl::Status {
-    std::vector<std::string> revisions = {std::string(source),
-                                          std::string(target)};
-    std::sort(revisions.begin(), revisions.end());
-    absl::Status status = connection.LockRevisions(model, std::move(revisions));
-    if (!status.ok()) return status;
-    // The set of a revision, if it has one.
-    const auto find = [&](absl::string_view revision)
-        -> absl::StatusOr<absl::optional<OwnedSet>> {
-      absl::StatusOr<absl::optional<RowSet>> set =
-          FindRowSet(connection, model, revision, kKind);
-      if (!set.ok()) return set.status();
-      if (!set->has_value()) return absl::nullopt;
-      absl::StatusOr<SlotUsage> usage = ReadSetUsage(connection, (*set)->id);
-      if (!usage.ok()) return usage.status();
-      return OwnedSet{revision, (*set)->id, *std::move(usage)};
-    };
-    absl::StatusOr<absl::optional<OwnedSet>> from = find(source);
-    if (!from.ok()) return from.status();
-    absl::StatusOr<bool> has_rows = false;
-    if (from->has_value()) {
-      has_rows = HasRows(connection, (*from)->id, kKind);
-      if (!has_rows.ok()) return has_rows.status();
-    }
-    if (!*has_rows) {
-      return core::RevisionNotFoundError(model, source, "encodings");
-    }
-    absl::StatusOr<absl::optional<OwnedSet>> to = find(target);
-    if (!to.ok()) return to.status();
-
-    const int64_t now_us = absl::ToUnixMicros(absl::Now());
-    SlotUsage change;
-    AddUsage((*from)->usage, -1, &change);
-    if (to->has_value()) AddUsage((*to)->usage, -1, &change);
-    OwnedSet result = **from;
-    if (to->has_value() && keep_others) {
-      absl::StatusOr<OwnedSet> merged =
-          MergeSets(connection, model, **from, **to, now_us);
-      if (!merged.ok()) return merged.status();
-      result = *std::move(merged);
-    } else if (to->has_value()) {
-      status = LoseRowSet(connection, (*to)->id);
-      if (!status.ok()) return status;
-    }
-    AddUsage(result.usage, 1, &change);
-    published.encoding_count = RowCount(result.usage);
-    published.replaced_count = -RowCount(change);
-    absl::StatusOr<int64_t> generation = connection.NextGeneration();
-    if (!generation.ok()) return generation.status();
-    status = UnassignRowSet(connection, model, source, kKind);
-    if (status.ok()) {
-      status = AssignRowSet(connection, model, target, kKind,
-                            {result.id, *generation, now_us});
-    }
-    if (status.ok()) status = connection.Announce();
-    return status.ok() ? ChangeUsage(connection, model, change) : status;
+  RevisionPublisher publisher(model, source, target, keep_others);
+  const auto plan = [&](SqlConnection& connection) {
+    return publisher.Plan(connection);
   };
-  if (absl::Status s = database_->Write(publish); !s.ok()) return s;
-  return published;
+  if (absl::Status s = database_->Read(plan); !s.ok()) return s;
+  while (!publisher.is_done()) {
+    const auto step = [&](SqlConnection& connection) {
+      return publisher.Step(connection);
+    };
+    if (absl::Status s = database_->Write(step); !s.ok()) return s;
+  }
+  return publisher.published();
 }
 
 absl::StatusOr<DeletedRows> SqlEncodingStore::DeleteRevision(
@@ -1049,7 +1162,8 @@ absl::Status SqlEncodingStore::Delete(const EncodingKey& key,
     if (!set.ok()) return set.status();
     if (!set->has_value()) return NoSuchEncoding(key);
     {
-      const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectEtag);
+      const std::unique_ptr<SqlStatement> row =
+          connection.Prepare(kSelectPresent);
       row->BindKey(key);
       absl::StatusOr<bool> found = row->Step(kWhat);
       if (!found.ok()) return found.status();
@@ -1164,7 +1278,7 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
   const auto read_head = [&](const SqlStatement& row,
                              EncodingListEntry* entry) -> absl::Status {
     const absl::StatusOr<RowSet> set =
-        ReadRowSet(row, 8, model, revision, RowKind::kEncodings);
+        ReadRowSet(row, 8, model, revision, static_cast<RowKind>(row.Int(12)));
     if (!set.ok()) return set.status();
     const EncodingRowHead head = HeadOf(row, 1);
     if (static_cast<uint64_t>(row.Int(7)) !=
@@ -1176,20 +1290,25 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
     entry->scale_count = head.scale_count;
     return absl::OkStatus();
   };
-  // Of none, unless it is not known which ones there are.
-  const auto check_set = [&]() -> absl::StatusOr<decltype(entries)> {
-    absl::Status checked = database_->Read([&](SqlConnection& connection) {
-      return FindRowSet(connection, model, revision, RowKind::kEncodings)
-          .status();
-    });
-    if (!checked.ok()) return checked;
+  // Unless it is not known which ones there are.
+  const auto checked = [&]() -> absl::StatusOr<decltype(entries)> {
+    const auto check = [&](SqlConnection& connection) -> absl::Status {
+      for (const RowKind kind : kEncodingKinds) {
+        // Those of the first set tell of it.
+        if (kind == RowKind::kEncodings && !entries.empty()) continue;
+        absl::Status status =
+            FindRowSet(connection, model, revision, kind).status();
+        if (!status.ok()) return status;
+      }
+      return absl::OkStatus();
+    };
+    if (absl::Status s = database_->Read(check); !s.ok()) return s;
     return std::move(entries);
   };
   absl::Status status = database_->Read([&](SqlConnection& connection) {
     return select(kListEncodings, connection, read_head);
   });
-  if (status.ok() && entries.empty()) return check_set();
-  if (status.ok()) return entries;
+  if (status.ok()) return checked();
   if (!absl::IsDataLoss(status)) return status;
   // A damaged page is no reason to keep the other rows back.
   status = database_->Read([&](SqlConnection& connection) {
@@ -1198,7 +1317,6 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
                     return absl::OkStatus();
                   });
   });
-  if (status.ok() && entries.empty()) return check_set();
   if (!status.ok()) return status;
   for (EncodingListEntry& entry : entries) {
     absl::StatusOr<StoredEncoding> stored = Get(key_of(entry));
@@ -1216,7 +1334,7 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
       return stored.status();
     }
   }
-  return entries;
+  return checked();
 }
 
 absl::StatusOr<std::vector<ModelListEntry>> SqlEncodingStore::ListModels(
@@ -1270,11 +1388,10 @@ absl::StatusOr<int64_t> SqlEncodingStore::Check(
       page.clear();
       const auto list = [&](SqlConnection& connection) -> absl::Status {
         const std::unique_ptr<SqlStatement> row =
-            connection.Prepare(kListEncodingNames);
-        row->BindText(1, set.model);
-        row->BindText(2, set.revision);
-        row->BindText(3, after);
-        row->BindInt(4, kPage);
+            connection.Prepare(kListNamesOfSet);
+        row->BindInt(1, set.set_id);
+        row->BindText(2, after);
+        row->BindInt(3, kPage);
         while (true) {
           absl::StatusOr<bool> found = row->Step("cannot list encodings");
           if (!found.ok()) return found.status();
@@ -1295,9 +1412,10 @@ absl::StatusOr<int64_t> SqlEncodingStore::Check(
     } while (!page.empty());
     return absl::OkStatus();
   };
-  absl::Status status =
-      CheckRowSets(*database_, RowKind::kEncodings, damaged, check_set);
-  if (!status.ok()) return status;
+  for (const RowKind kind : kEncodingKinds) {
+    absl::Status status = CheckRowSets(*database_, kind, damaged, check_set);
+    if (!status.ok()) return status;
+  }
   const auto list = [&](SqlConnection& connection) -> absl::Status {
     const std::unique_ptr<SqlStatement> row =
         connection.Prepare(kListLostEncodingPieces);

@@ -26,7 +26,7 @@
 namespace quantd::server {
 
 // Of the tables, in PRAGMA user_version.
-constexpr int kSqliteSchemaVersion = 8;
+constexpr int kSqliteSchemaVersion = 9;
 
 // One SQLite handle with its prepared statements. Not thread-safe.
 class SqliteConnection : public SqlConnection {

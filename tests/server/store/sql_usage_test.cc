@@ -173,7 +173,7 @@ class SqlUsageTest : public ::testing::TestWithParam<Backend> {
         });
     Query(
         "SELECT model, revision, "
-        "CAST(SUM(CASE kind WHEN 0 THEN row_count ELSE 0 END) AS BIGINT), "
+        "CAST(SUM(CASE kind WHEN 1 THEN 0 ELSE row_count END) AS BIGINT), "
         "CAST(SUM(CASE kind WHEN 1 THEN row_count ELSE 0 END) AS BIGINT), "
         "CAST(SUM(bytes) AS BIGINT) FROM row_sets "
         "JOIN set_counts ON set_counts.set_id = row_sets.set_id "

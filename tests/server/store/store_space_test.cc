@@ -6,18 +6,22 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
+#include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "core/parallel/steady_clock.h"
@@ -58,11 +62,11 @@ std::shared_ptr<const core::Encoding> MakeLarge(float value) {
   return std::make_shared<const core::Encoding>(std::move(encoding));
 }
 
-std::shared_ptr<const core::Encoding> MakeSmall() {
+std::shared_ptr<const core::Encoding> MakeSmall(float value = 1) {
   core::Encoding encoding;
   encoding.format = core::FindFormatByName("int8")->format;
   encoding.block_size = {1};
-  encoding.scale.assign(16, 1);
+  encoding.scale.assign(16, value);
   encoding.qmin = -128;
   encoding.qmax = 127;
   return std::make_shared<const core::Encoding>(std::move(encoding));
@@ -330,9 +334,12 @@ TEST_P(StoreSpaceTest, AGramMatrixThatIsBeingWrittenKeepsToTheQuota) {
 // Puts of somebody else, one after the other, until it is destroyed.
 class OtherCaller {
  public:
-  OtherCaller(std::shared_ptr<SqlDatabase> database, const char* during)
+  OtherCaller(std::shared_ptr<SqlDatabase> database, const char* during,
+              std::string model = "other", std::string principal = "")
       : store_(std::move(database)),
         during_(during),
+        model_(std::move(model)),
+        precondition_({"", {std::move(principal), {}}}),
         thread_([this] { Work(); }) {}
   ~OtherCaller() {
     stopping_ = true;
@@ -353,16 +360,18 @@ class OtherCaller {
     int i = 0;
     do {
       const absl::Duration begin = core::SteadyNow();
-      failures_ +=
-          !store_
-               .Put({"other", "main", absl::StrCat(i++ % 100)}, MakeSmall(), {})
-               .ok();
+      failures_ += !store_
+                        .Put({model_, "main", absl::StrCat(i++ % 100)},
+                             MakeSmall(), precondition_)
+                        .ok();
       took_.push_back(core::SteadyNow() - begin);
     } while (!stopping_);
   }
 
   SqlEncodingStore store_;
   const char* const during_;
+  const std::string model_;
+  const Precondition precondition_;
   std::atomic<bool> stopping_ = false;
   int failures_ = 0;
   std::vector<absl::Duration> took_;
@@ -370,7 +379,7 @@ class OtherCaller {
 };
 
 TEST_P(StoreSpaceTest, LargeRevisionsGoAtOnceAndAreFreedInSteps) {
-  const int64_t count = testing::Count("QUANTD_STORE_ROWS", 1100);
+  const int64_t count = testing::Count("QUANTD_STORE_ROWS", 600);
   const auto fill = [&](const std::string& revision, int64_t first,
                         int64_t end) {
     std::atomic<int64_t> next = first;
@@ -422,19 +431,22 @@ TEST_P(StoreSpaceTest, LargeRevisionsGoAtOnceAndAreFreedInSteps) {
   ExpectSound();
 
   // The fewer ones move, whichever those are.
-  for (const bool few_are_kept : {true, false}) {
-    const int64_t first = few_are_kept ? count / 10 : count - count / 10;
+  int64_t before = count;
+  for (const int64_t first : {count / 10, count / 2, count - count / 10}) {
     fill("draft", first, count + count / 20);
     {
       const OtherCaller other(sql_, "merging");
+      // Into the revision.
+      const OtherCaller neighbour(sql_, "merging what it writes", "a/m",
+                                  "caller");
       const auto merged =
           encodings_.PublishRevision("a/m", "draft", "main", true);
       ASSERT_TRUE(merged.ok()) << merged.status();
       EXPECT_EQ(merged->encoding_count, count + count / 20);
-      EXPECT_EQ(merged->replaced_count,
-                (few_are_kept ? count : count + count / 20) - first);
+      EXPECT_EQ(merged->replaced_count, before - first);
       EXPECT_EQ(used(), count + count / 20);
     }
+    before = count + count / 20;
     FreeAll(kAge);
     EXPECT_EQ(rows(), count + count / 20);
     ExpectSound();
@@ -458,6 +470,190 @@ TEST_P(StoreSpaceTest, LargeRevisionsGoAtOnceAndAreFreedInSteps) {
     EXPECT_EQ(CountOf(sql), 0) << sql;
   }
   ExpectSound();
+}
+
+// Tells before each write how many were before it; one that is refused fails.
+class WatchedDatabase : public SqlDatabase {
+ public:
+  WatchedDatabase(std::shared_ptr<SqlDatabase> inner,
+                  std::function<absl::Status(int)> tell)
+      : inner_(std::move(inner)), tell_(std::move(tell)) {}
+
+  absl::Status Read(
+      absl::FunctionRef<absl::Status(SqlConnection&)> body) override {
+    return inner_->Read(body);
+  }
+  absl::Status Write(
+      absl::FunctionRef<absl::Status(SqlConnection&)> body) override {
+    absl::Status status = tell_(write_count_++);
+    return status.ok() ? inner_->Write(body) : status;
+  }
+  absl::optional<int64_t> ForeignVersion() override {
+    return inner_->ForeignVersion();
+  }
+  absl::StatusOr<DatabaseSize> Size() override { return inner_->Size(); }
+  absl::Status Ping() override { return inner_->Ping(); }
+
+ private:
+  const std::shared_ptr<SqlDatabase> inner_;
+  const std::function<absl::Status(int)> tell_;
+  int write_count_ = 0;
+};
+
+TEST_P(StoreSpaceTest, ARevisionIsPublishedOverInStepsThatNobodySees) {
+  constexpr int64_t kCount = 400;
+  const auto put = [&](const std::string& revision, const std::string& tensor,
+                       std::shared_ptr<const core::Encoding> encoding) {
+    EXPECT_TRUE(
+        encodings_.Put({"m", revision, tensor}, std::move(encoding), {}).ok());
+  };
+  std::atomic<int64_t> next = 0;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&] {
+      for (int64_t k = next++; k < kCount; k = next++) {
+        put("first", absl::StrCat(k), MakeSmall(1));
+        if (k < kCount / 2) put("draft", absl::StrCat(k), MakeSmall(2));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  // Of one that is replaced and one that stays.
+  put("first", "0", MakeLarge(1));
+  put("first", "399", MakeLarge(1));
+  ASSERT_TRUE(encodings_.PublishRevision("m", "first", "main", false).ok());
+  const int64_t pieces = Pieces();
+  // Etag and generation by tensor.
+  using Listed = std::map<std::string, std::pair<std::string, int64_t>>;
+  const auto list = [&](const std::string& revision) {
+    Listed listed;
+    std::string after;
+    while (true) {
+      const auto page = encodings_.ListEncodings("m", revision, after, 130);
+      EXPECT_TRUE(page.ok()) << page.status();
+      if (!page.ok() || page->empty()) return listed;
+      for (const EncodingListEntry& entry : *page) {
+        EXPECT_TRUE(entry.error.ok()) << entry.error;
+        EXPECT_GT(entry.tensor, after);
+        after = entry.tensor;
+        listed[after] = {entry.stored.etag, entry.stored.generation};
+      }
+    }
+  };
+  const auto value = [&](const std::string& revision,
+                         const std::string& tensor) {
+    const auto got = encodings_.Get({"m", revision, tensor});
+    EXPECT_TRUE(got.ok()) << tensor << ": " << got.status();
+    return got.ok() ? got->encoding->scale[0] : 0;
+  };
+  const auto remove = [&](const std::string& revision,
+                          const std::string& tensor) {
+    const absl::Status status = encodings_.Delete({"m", revision, tensor}, {});
+    EXPECT_TRUE(status.ok()) << status;
+  };
+  const auto sets = [&] { return CountOf("SELECT COUNT(*) FROM row_sets"); };
+
+  Listed before = list("main");
+  ASSERT_EQ(before.size(), kCount);
+  const auto write = [&](int write_count) {
+    if (write_count != 1) return absl::OkStatus();
+    // As it was, in two sets.
+    EXPECT_EQ(sets(), 3);
+    EXPECT_EQ(list("main"), before);
+    EXPECT_EQ(encodings_.ListRevisions("m", "", 10)->at(1).encoding_count,
+              kCount);
+    EXPECT_EQ(keeper_.ReadUsage("models:*")->rows, kCount + kCount / 2);
+    ExpectSound();
+    // Of one that is replaced, one that stays and one that is new; of one that
+    // stays then, and of one that is replaced then.
+    put("main", "1", MakeSmall(3));
+    put("main", "300", MakeSmall(3));
+    put("main", "new", MakeSmall(3));
+    remove("main", "3");
+    remove("main", "350");
+    remove("draft", "2");
+    put("draft", "250", MakeSmall(2));
+    before = list("main");
+    EXPECT_EQ(before.size(), kCount - 1);
+    return absl::OkStatus();
+  };
+  SqlEncodingStore watched(std::make_shared<WatchedDatabase>(sql_, write));
+  const auto published = watched.PublishRevision("m", "draft", "main", true);
+  ASSERT_TRUE(published.ok()) << published.status();
+  EXPECT_EQ(published->encoding_count, kCount);
+  EXPECT_EQ(published->replaced_count, kCount / 2 - 1);
+  const Listed after = list("main");
+  EXPECT_EQ(after.size(), kCount);
+  for (int64_t k = 0; k < kCount; ++k) {
+    const std::string tensor = absl::StrCat(k);
+    if (k == 350) {
+      EXPECT_EQ(after.count(tensor), 0u);
+      continue;
+    }
+    const bool is_kept = k == 2 || (k >= kCount / 2 && k != 250);
+    EXPECT_EQ(value("main", tensor), is_kept ? (k == 300 ? 3 : 1) : 2) << k;
+    ASSERT_EQ(after.count(tensor), 1u) << k;
+    if (is_kept) {
+      EXPECT_EQ(after.at(tensor).first, before.at(tensor).first);
+      EXPECT_GT(after.at(tensor).second, before.at(tensor).second);
+    }
+  }
+  EXPECT_EQ(value("main", "new"), 3);
+  EXPECT_EQ(keeper_.ReadUsage("models:*")->rows, kCount);
+  FreeAll(kAge);
+  EXPECT_EQ(Pieces(), pieces / 2);
+  EXPECT_EQ(CountOf("SELECT COUNT(*) FROM encodings"), kCount);
+  ExpectSound();
+
+  // Its two sets become one where it is published itself; one that fails in
+  // between has done nothing.
+  put("next", "0", MakeSmall(4));
+  put("next", "only", MakeSmall(4));
+  for (const bool fails : {true, false}) {
+    SqlEncodingStore failing(std::make_shared<WatchedDatabase>(
+        sql_, [&](int write_count) -> absl::Status {
+          if (write_count != 1 || !fails) return absl::OkStatus();
+          return core::StoreUnavailableError("the database is away");
+        }));
+    const auto again = failing.PublishRevision("m", "main", "next", true);
+    EXPECT_EQ(again.ok(), !fails) << again.status();
+    EXPECT_EQ(list(fails ? "main" : "next").size(), kCount + !fails);
+    EXPECT_EQ(list(fails ? "next" : "main").size(), fails ? 2u : 0u);
+    EXPECT_EQ(value("next", "only"), 4);
+    EXPECT_EQ(value("next", "0"), fails ? 4 : 2);
+    ExpectSound();
+  }
+  // With both of its sets.
+  put("last", "0", MakeSmall(5));
+  EXPECT_EQ(sets(), 3);
+  ASSERT_TRUE(encodings_.PublishRevision("m", "next", "last", false).ok());
+  EXPECT_EQ(list("last").size(), kCount + 1);
+  remove("last", "only");
+  remove("last", "0");
+  put("last", "only", MakeSmall(6));
+  EXPECT_EQ(value("last", "only"), 6);
+  const auto deleted = encodings_.DeleteRevision("m", "last");
+  ASSERT_TRUE(deleted.ok()) << deleted.status();
+  EXPECT_EQ(deleted->encoding_count, kCount);
+  EXPECT_EQ(sets(), 0);
+  EXPECT_EQ(keeper_.ReadUsage("models:*")->rows, 0);
+  FreeAll(kAge);
+  EXPECT_EQ(Pieces(), 0);
+  ExpectSound();
+}
+
+TEST_P(StoreSpaceTest, BothSetsOfAnEmptyRevisionGo) {
+  for (const char* tensor : {"a", "b"}) {
+    ASSERT_TRUE(encodings_.Put({"m", "main", tensor}, MakeSmall(), {}).ok());
+  }
+  ASSERT_TRUE(encodings_.Put({"m", "draft", "a"}, MakeSmall(), {}).ok());
+  ASSERT_TRUE(encodings_.PublishRevision("m", "draft", "main", true).ok());
+  EXPECT_EQ(CountOf("SELECT COUNT(*) FROM row_sets"), 2);
+  for (const char* tensor : {"a", "b"}) {
+    ASSERT_TRUE(encodings_.Delete({"m", "main", tensor}, {}).ok());
+    EXPECT_EQ(CountOf("SELECT COUNT(*) FROM row_sets"), *tensor == 'a' ? 2 : 0);
+  }
+  EXPECT_TRUE(encodings_.ListModels({}, 10)->empty());
 }
 
 TEST_P(StoreSpaceTest, AGramMatrixIsWrittenInStepsWhileOthersWrite) {
