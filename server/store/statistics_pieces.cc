@@ -10,6 +10,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
 #include "core/errors.h"
 #include "server/wire/names.h"
 #include "server/wire/statistics_proto.h"
@@ -62,8 +63,14 @@ constexpr char kForgetFreed[] =
 #undef QUANTD_WITHOUT_ROW
 #undef QUANTD_NOT_BEING_WRITTEN
 static_assert(kPiecesPerTransaction == 4, "as in the statement");
-// Number of the piece that is a mark.
+// The number of the piece that is a mark, as the statements have it.
 constexpr int64_t kMark = -1;
+constexpr char kNextFreeable[] =
+    "SELECT set_id, tensor, source FROM lost_statistics AS lost "
+    "WHERE NOT EXISTS (SELECT 1 FROM statistics_pieces AS marks "
+    "WHERE marks.set_id = lost.set_id AND marks.tensor = lost.tensor "
+    "AND marks.source = lost.source AND marks.piece = $1 "
+    "AND marks.checksum > $2) LIMIT 1";
 constexpr char kFindMark[] =
     "SELECT piece FROM statistics_pieces WHERE set_id = $1 AND piece = $2 "
     "LIMIT 1";
@@ -147,6 +154,18 @@ absl::StatusOr<bool> IsBeingWritten(SqlConnection* connection, int64_t set_id) {
   row->BindInt(1, set_id);
   row->BindInt(2, kMark);
   return row->Step("cannot read statistics");
+}
+
+absl::StatusOr<absl::optional<LostSource>> NextFreeableSource(
+    SqlConnection* connection, absl::Time abandoned_time) {
+  const std::unique_ptr<SqlStatement> row = connection->Prepare(kNextFreeable);
+  row->BindInt(1, kMark);
+  row->BindInt(2, absl::ToUnixMicros(abandoned_time));
+  absl::StatusOr<bool> found = row->Step("cannot free statistics");
+  if (!found.ok()) return found.status();
+  if (!*found) return absl::optional<LostSource>();
+  return absl::optional<LostSource>(
+      {row->Int(0), std::string(row->Bytes(1)), std::string(row->Bytes(2))});
 }
 
 absl::StatusOr<int> FreeStatisticsPieces(SqlConnection* connection,

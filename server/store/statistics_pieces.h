@@ -19,6 +19,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
 #include "core/statistics/histogram.h"
 #include "quantd/v1/statistics.pb.h"
 #include "server/store/encoding_store.h"
@@ -71,6 +72,18 @@ absl::StatusOr<bool> IsBeingWritten(SqlConnection* connection, int64_t set_id);
 
 // As many pieces as one transaction writes or frees; each has up to a MiB.
 constexpr int kPiecesPerTransaction = 4;
+
+// A source that may have pieces without a row.
+struct LostSource {
+  int64_t set_id = 0;
+  std::string tensor;
+  std::string source;
+};
+
+// Finds a source whose pieces FreeStatisticsPieces would free, if there is one.
+// Errors: STORE_UNAVAILABLE, STORE_CORRUPT.
+absl::StatusOr<absl::optional<LostSource>> NextFreeableSource(
+    SqlConnection* connection, absl::Time abandoned_time);
 
 // Frees so many pieces of a source that no row has, unless some of it are being
 // written and were marked after `abandoned_time`. Answers how many; fewer at

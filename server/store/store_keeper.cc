@@ -35,13 +35,6 @@ constexpr char kFreePieces[] =
     "RETURNING piece";
 constexpr char kFreedContent[] =
     "DELETE FROM lost_contents WHERE content_id = $1";
-// But not of a source that is being written; see statistics_pieces.h.
-constexpr char kNextStatistics[] =
-    "SELECT set_id, tensor, source FROM lost_statistics AS lost "
-    "WHERE NOT EXISTS (SELECT 1 FROM statistics_pieces AS marks "
-    "WHERE marks.set_id = lost.set_id AND marks.tensor = lost.tensor "
-    "AND marks.source = lost.source AND marks.piece = -1 "
-    "AND marks.checksum > $1) LIMIT 1";
 constexpr char kRevisionOfSet[] =
     "SELECT model, revision FROM row_sets WHERE set_id = $1";
 constexpr char kNextSet[] =
@@ -123,19 +116,11 @@ absl::StatusOr<absl::optional<int>> FreeContent(SqlConnection& connection) {
 // The same of statistics.
 absl::StatusOr<absl::optional<int>> FreeStatistics(SqlConnection& connection,
                                                    absl::Time abandoned_time) {
-  int64_t set_id = 0;
-  std::string tensor, source;
-  {
-    const std::unique_ptr<SqlStatement> row =
-        connection.Prepare(kNextStatistics);
-    row->BindInt(1, absl::ToUnixMicros(abandoned_time));
-    absl::StatusOr<bool> found = row->Step(kFreeWhat);
-    if (!found.ok()) return found.status();
-    if (!*found) return absl::optional<int>();
-    set_id = row->Int(0);
-    tensor = std::string(row->Bytes(1));
-    source = std::string(row->Bytes(2));
-  }
+  const absl::StatusOr<absl::optional<LostSource>> lost =
+      NextFreeableSource(&connection, abandoned_time);
+  if (!lost.ok()) return lost.status();
+  if (!lost->has_value()) return absl::optional<int>();
+  const auto& [set_id, tensor, source] = **lost;
   absl::optional<EncodingKey> key;
   {
     const std::unique_ptr<SqlStatement> row =
