@@ -1,9 +1,10 @@
 // The Gram matrix of one source's statistics, in rows of bounded size.
 //
-// It stands among the pieces of the source (see statistics_pieces.h), behind
-// all that a source may have of histograms: first 8 bytes with a checksum over
-// the pieces behind it and a v1.GramState without sums, then the sums, 8 bytes
-// each. The checksum of the source's row covers the first piece.
+// The matrix stands among the pieces of the source (see statistics_pieces.h),
+// after all numbers that its histograms may use. The first piece has a checksum
+// of 8 bytes over the other pieces, and a v1.GramState without sums. The others
+// have the sums, 8 bytes each. The checksum of the source's row covers the
+// first piece.
 
 #ifndef QUANTD_SERVER_STORE_GRAM_PIECES_H_
 #define QUANTD_SERVER_STORE_GRAM_PIECES_H_
@@ -138,10 +139,11 @@ class GramWriter {
   core::GramState::Parts head_;
   WrittenGram written_;
   int64_t sum_count_ = 0;
-  // Pieces of sums that are written, and those of them that steps wrote.
+  // How many pieces of sums are written, and how many of them steps wrote.
   int64_t count_ = 0;
   int64_t staged_count_ = 0;
-  // Over the pieces that are written, and over those that steps wrote.
+  // The checksum over all pieces that are written, and that over those that
+  // steps wrote.
   RowChecksum checksum_;
   uint64_t staged_checksum_ = 0;
   std::vector<int64_t> sums_;

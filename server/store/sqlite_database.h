@@ -89,10 +89,10 @@ class SqliteConnection : public SqlConnection {
 };
 
 // WAL and synchronous=FULL: a commit is on disk when it returns. Several
-// processes may open one file. To delete takes some of the disk, too, before it
-// gives any back: a file beside the store keeps as much, and makes place for it
-// on a full disk; until there is room for that file again, nothing else is
-// written. Thread-safe: reads run side by side, writes one after another.
+// processes may open one file. A delete needs space on the disk before it frees
+// any. A file beside the store reserves that space: on a full disk the delete
+// removes the file, and nothing else is written until the file is back.
+// Thread-safe: reads run side by side, writes one after another.
 class SqliteDatabase : public SqlDatabase {
  public:
   // Creates the file, for its owner alone, and its directory when only the last

@@ -25,12 +25,13 @@ absl::Status StageContent(SqlConnection& connection, const EncodingKey& key,
                           const WriteAccount& account, int64_t id, bool is_new,
                           int64_t bytes);
 
-// In the transaction that writes its row, which counts from then on: after the
-// tensor's lock.
-// Errors: the same, but for QUOTA_EXCEEDED.
+// Ends the staging of a content in the transaction that writes its row, after
+// the tensor's lock. The bytes count for the row from then on.
+// Errors: those of StageContent except QUOTA_EXCEEDED.
 absl::Status EndStagedContent(SqlConnection& connection, int64_t id);
 
-// The same for one whose row won't come; false where it was lost.
+// Ends the staging of a content whose row won't come. Answers false if the
+// content was lost before.
 // Errors: STORE_CORRUPT, STORE_UNAVAILABLE.
 absl::StatusOr<bool> LoseStagedContent(SqlConnection& connection, int64_t id);
 

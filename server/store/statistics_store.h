@@ -74,12 +74,13 @@ class StatisticsStore {
   virtual ~StatisticsStore() = default;
 
   // Adds `part` to the state of the source unless its sequence is not larger
-  // than the last one; durable when it returns, exactly once whatever fails in
-  // between. The source's averaged extremes move by `averaging_constant` of the
-  // difference to those of `part`; the first contribution sets them; a scale
-  // index without a finite element leaves them. A Gram matrix and moments of
-  // `part` are added to those of the source. Calls `proceed` with what that
-  // will hold in memory beside `part`, which is little: it must not wait,
+  // than the last one. The addition is durable when the call returns, and
+  // happens exactly once whatever fails in between. The source's averaged
+  // extremes move by `averaging_constant` of the difference to those of `part`.
+  // The first contribution sets them, and a scale index without a finite
+  // element leaves them as they are. The Gram matrix and the moments of `part`
+  // are added to those of the source. Calls `proceed` with the memory that the
+  // call will hold beside `part`, which is little. `proceed` must not wait,
   // because others do.
   // Errors: STATISTICS_MISMATCH (with any source of the tensor),
   // STATISTICS_TOO_LARGE (the source's state would exceed the limit of the
