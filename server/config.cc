@@ -506,8 +506,9 @@ std::vector<Flag> MakeFlags() {
                    absl::Milliseconds(800), absl::Milliseconds(10),
                    absl::Minutes(1), QUANTD_FIELD(store_timeout)),
       SizeFlag("cache-bytes", kStore,
-               "Memory that caches encodings; 0 for none.", 256 * kMiB, 0, kTiB,
-               QUANTD_FIELD(cache_bytes)),
+               "Memory that caches encodings and, a quarter of it, merged "
+               "statistics; 0 for none.",
+               256 * kMiB, 0, kTiB, QUANTD_FIELD(cache_bytes)),
       DurationFlag("cache-max-age", kStore,
                    "A cached encoding older than this is checked against the "
                    "store, because other processes may have replaced it.",

@@ -1,5 +1,6 @@
 #include "server/guard/tenant_statistics_store.h"
 
+#include <cstdint>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -36,10 +37,16 @@ absl::StatusOr<ContributionOutcome> TenantStatisticsStore::Merge(
 }
 
 absl::StatusOr<StoredStatistics> TenantStatisticsStore::ReadStatistics(
-    const EncodingKey& key,
+    const EncodingKey& key, bool with_moments,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
-  return principal_->MaySee(key.model) ? inner_->ReadStatistics(key, proceed)
-                                       : StatisticsNotFound(key);
+  if (!principal_->MaySee(key.model)) return StatisticsNotFound(key);
+  return inner_->ReadStatistics(key, with_moments, proceed);
+}
+
+absl::StatusOr<uint64_t> TenantStatisticsStore::Fingerprint(
+    const EncodingKey& key) {
+  if (!principal_->MaySee(key.model)) return StatisticsNotFound(key);
+  return inner_->Fingerprint(key);
 }
 
 absl::StatusOr<absl::optional<core::GramState>> TenantStatisticsStore::ReadGram(
@@ -57,8 +64,7 @@ TenantStatisticsStore::FindGram(const EncodingKey& key) {
   return inner_->FindGram(key);
 }
 
-absl::StatusOr<absl::optional<core::AxisMoments>>
-TenantStatisticsStore::ReadMoments(
+absl::StatusOr<StoredMoments> TenantStatisticsStore::ReadMoments(
     const EncodingKey& key,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   if (!principal_->MaySee(key.model)) return StatisticsNotFound(key);

@@ -3,6 +3,7 @@
 #ifndef QUANTD_SERVER_GUARD_TENANT_STATISTICS_STORE_H_
 #define QUANTD_SERVER_GUARD_TENANT_STATISTICS_STORE_H_
 
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -34,14 +35,15 @@ class TenantStatisticsStore : public StatisticsStore {
       double averaging_constant,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
   absl::StatusOr<StoredStatistics> ReadStatistics(
-      const EncodingKey& key,
+      const EncodingKey& key, bool with_moments,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
+  absl::StatusOr<uint64_t> Fingerprint(const EncodingKey& key) override;
   absl::StatusOr<absl::optional<core::GramState>> ReadGram(
       const EncodingKey& key,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
   absl::StatusOr<absl::optional<core::GramState::Parts>> FindGram(
       const EncodingKey& key) override;
-  absl::StatusOr<absl::optional<core::AxisMoments>> ReadMoments(
+  absl::StatusOr<StoredMoments> ReadMoments(
       const EncodingKey& key,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
   absl::StatusOr<std::vector<StatisticsListEntry>> ListStatistics(

@@ -359,12 +359,12 @@ void Metrics::State::CollectStore(std::vector<MetricFamily>* families) const {
             kCacheEvictions, families);
   AddSample(cache_resident_bytes.load(std::memory_order_relaxed), {},
             &AddFamily("quantd_cache_resident_bytes",
-                       "Bytes of the encodings kept in memory.",
+                       "Bytes of the encodings and statistics kept in memory.",
                        MetricType::Gauge, families));
-  AddSample(
-      cache_entries.load(std::memory_order_relaxed), {},
-      &AddFamily("quantd_cache_entries", "Number of encodings kept in memory.",
-                 MetricType::Gauge, families));
+  AddSample(cache_entries.load(std::memory_order_relaxed), {},
+            &AddFamily("quantd_cache_entries",
+                       "Number of encodings and statistics kept in memory.",
+                       MetricType::Gauge, families));
   MetricFamily& seconds = AddFamily(
       "quantd_store_seconds", "Latency of the store's operations, in seconds.",
       MetricType::Histogram, families);
@@ -585,8 +585,8 @@ void Metrics::CacheEvicted(int64_t count) {
 }
 
 void Metrics::CacheResident(int64_t bytes, int64_t entries) {
-  state_->cache_resident_bytes.store(bytes, std::memory_order_relaxed);
-  state_->cache_entries.store(entries, std::memory_order_relaxed);
+  state_->cache_resident_bytes.fetch_add(bytes, std::memory_order_relaxed);
+  state_->cache_entries.fetch_add(entries, std::memory_order_relaxed);
 }
 
 void Metrics::StoreDone(StoreOperation operation, bool ok,

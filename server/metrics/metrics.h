@@ -96,11 +96,12 @@ class Metrics {
   // quantd_connections, quantd_connections_limit; the first is a second old.
   void Connections(int64_t count, int64_t limit);
 
-  // quantd_cache_{hits,misses,evictions}_total, quantd_cache_resident_bytes,
-  // quantd_cache_entries.
+  // quantd_cache_{hits,misses,evictions}_total: of encodings.
   void CacheHit();
   void CacheMiss();
   void CacheEvicted(int64_t count);
+  // quantd_cache_resident_bytes, quantd_cache_entries: what is cached now, of
+  // whatever kind, grows by that much.
   void CacheResident(int64_t bytes, int64_t entries);
   // quantd_store_seconds{operation}, quantd_store_errors_total{operation}.
   void StoreDone(StoreOperation operation, bool ok, absl::Duration latency);

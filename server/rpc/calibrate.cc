@@ -884,8 +884,8 @@ class CalibrateJob final : public TensorJob {
                                      "once, or compute the encoding "
                                      "later");
     };
-    absl::StatusOr<StoredStatistics> stored =
-        task_.statistics->ReadStatistics(task_.key, charge);
+    absl::StatusOr<StoredStatistics> stored = task_.statistics->ReadStatistics(
+        task_.key, /*with_moments=*/false, charge);
     if (!stored.ok()) return stored.status();
     absl::Status status =
         charge(kCalibrationCopies * stored->state.statistics.memory_bytes());

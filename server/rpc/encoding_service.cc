@@ -368,21 +368,10 @@ void StoredGramToProto(const core::GramState::Parts& gram, int64_t size_bytes,
                                          gram.exponents.end());
 }
 
-// Errors: STATISTICS_TOO_LARGE, MEMORY_BUDGET, of the store.
-absl::Status AnswerMoments(const UnaryContext& context, const EncodingKey& key,
+// Errors: STATISTICS_TOO_LARGE.
+absl::Status AnswerMoments(const core::AxisMoments& moments,
                            v1::GetStatisticsResponse* response) {
-  MemoryBudget::Lease lease;
-  absl::StatusOr<absl::optional<core::AxisMoments>> moments =
-      context.caller.statistics->ReadMoments(
-          key, [&](int64_t memory_bytes) -> absl::Status {
-            if (context.stop.stopped()) return core::StoppedError();
-            return context.env.budget->Grow(
-                &lease, memory_bytes,
-                "try again when fewer calls are under way");
-          });
-  if (!moments.ok()) return moments.status();
-  if (!moments->has_value()) return absl::OkStatus();
-  MomentsToProto(**moments, response->mutable_moments());
+  MomentsToProto(moments, response->mutable_moments());
   const auto size_bytes = static_cast<int64_t>(response->ByteSizeLong());
   if (size_bytes <= kClientMessageBytes) return absl::OkStatus();
   response->Clear();
@@ -399,7 +388,8 @@ absl::Status GetStatistics(const UnaryContext& context,
   if (!key.ok()) return core::WithField(key.status(), "name");
   absl::StatusOr<StoredStatistics> stored =
       context.caller.statistics->ReadStatistics(
-          *key, [&](int64_t memory_bytes) -> absl::Status {
+          *key, request.with_moments(),
+          [&](int64_t memory_bytes) -> absl::Status {
             if (context.stop.stopped()) return core::StoppedError();
             return context.env.budget->Grow(
                 context.lease, memory_bytes,
@@ -408,15 +398,9 @@ absl::Status GetStatistics(const UnaryContext& context,
   if (!stored.ok()) return stored.status();
   StatisticsToProto(stored->state.statistics, response->mutable_statistics());
   response->set_state_digest_xxh3(StateDigest(stored->state));
-  if (stored->gram_size_bytes > 0) {
-    const absl::StatusOr<absl::optional<core::GramState::Parts>> gram =
-        context.caller.statistics->FindGram(*key);
-    if (!gram.ok()) return gram.status();
-    // It may be gone by now.
-    if (gram->has_value()) {
-      StoredGramToProto(**gram, stored->gram_size_bytes,
-                        response->mutable_gram());
-    }
+  if (stored->gram.has_value()) {
+    StoredGramToProto(*stored->gram, stored->gram_size_bytes,
+                      response->mutable_gram());
   }
   for (const SourceListEntry& source : stored->sources) {
     v1::StatisticsSource* proto = response->add_sources();
@@ -424,8 +408,8 @@ absl::Status GetStatistics(const UnaryContext& context,
     proto->set_sequence(source.sequence);
     *proto->mutable_update_time() = ToTimestamp(source.update_time);
   }
-  if (request.with_moments()) {
-    absl::Status status = AnswerMoments(context, *key, response);
+  if (stored->moments.has_value()) {
+    absl::Status status = AnswerMoments(*stored->moments, response);
     if (!status.ok()) return status;
   }
   if (request.per_tensor()) {

@@ -207,13 +207,14 @@ absl::StatusOr<std::vector<double>> SpecImportance::ReadWeights(
     if (stop.stopped()) return core::StoppedError();
     return env.budget->Grow(&lease, bytes, kWayOutOfImportance);
   };
-  const absl::StatusOr<absl::optional<core::AxisMoments>> moments =
+  const absl::StatusOr<StoredMoments> stored =
       statistics_->ReadMoments(*inputs_, charge);
-  if (!moments.ok()) return moments.status();
-  if (moments->has_value()) {
-    absl::Status status = CheckComplete((*moments)->moments);
+  if (!stored.ok()) return stored.status();
+  if (stored->moments.has_value()) {
+    const core::FeatureMoments& moments = stored->moments->moments;
+    absl::Status status = CheckComplete(moments);
     if (!status.ok()) return status;
-    return MeanSquares((*moments)->moments);
+    return MeanSquares(moments);
   }
   const absl::StatusOr<absl::optional<core::GramState>> gram =
       statistics_->ReadGram(*inputs_, charge);

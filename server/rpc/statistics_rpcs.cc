@@ -14,7 +14,6 @@
 #include "server/wire/names.h"
 
 namespace quantd::server {
-namespace {}  // namespace
 
 absl::Status RevisionStatistics::Open(const std::string& model,
                                       const std::string& revision) {
@@ -73,7 +72,8 @@ absl::Status RevisionStatistics::Load(StatisticsStore* store,
                                       StoredStatistics* stored) {
   Unload();
   absl::StatusOr<StoredStatistics> got = store->ReadStatistics(
-      KeyOf(tensor), [&](int64_t memory_bytes) -> absl::Status {
+      KeyOf(tensor), /*with_moments=*/false,
+      [&](int64_t memory_bytes) -> absl::Status {
         if (stopped()) return absl::CancelledError();
         return env_.budget->Grow(&lease_, memory_bytes, kWayOutWithFewerCalls);
       });

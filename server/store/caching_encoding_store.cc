@@ -64,7 +64,9 @@ CachingEncodingStore::CachingEncodingStore(std::unique_ptr<EncodingStore> inner,
       shard_cap_bytes_(options_.cap_bytes / kShardCount),
       metrics_(metrics) {}
 
-CachingEncodingStore::~CachingEncodingStore() = default;
+CachingEncodingStore::~CachingEncodingStore() {
+  AddResident(-resident_bytes_, -resident_entries_);
+}
 
 absl::StatusOr<StoredEncoding> CachingEncodingStore::Read(
     const EncodingKey& key,
@@ -411,7 +413,7 @@ void CachingEncodingStore::AddResident(int64_t bytes, int64_t entries) {
   absl::MutexLock lock(&totals_mutex_);
   resident_bytes_ += bytes;
   resident_entries_ += entries;
-  metrics_->CacheResident(resident_bytes_, resident_entries_);
+  metrics_->CacheResident(bytes, entries);
 }
 
 }  // namespace quantd::server

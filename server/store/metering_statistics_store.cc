@@ -1,5 +1,6 @@
 #include "server/store/metering_statistics_store.h"
 
+#include <cstdint>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -30,10 +31,17 @@ absl::StatusOr<ContributionOutcome> MeteringStatisticsStore::Merge(
 }
 
 absl::StatusOr<StoredStatistics> MeteringStatisticsStore::ReadStatistics(
-    const EncodingKey& key,
+    const EncodingKey& key, bool with_moments,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
+  return Measure(metrics_, StoreOperation::kGetStatistics, [&] {
+    return inner_->ReadStatistics(key, with_moments, proceed);
+  });
+}
+
+absl::StatusOr<uint64_t> MeteringStatisticsStore::Fingerprint(
+    const EncodingKey& key) {
   return Measure(metrics_, StoreOperation::kGetStatistics,
-                 [&] { return inner_->ReadStatistics(key, proceed); });
+                 [&] { return inner_->Fingerprint(key); });
 }
 
 absl::StatusOr<absl::optional<core::GramState>>
@@ -50,8 +58,7 @@ MeteringStatisticsStore::FindGram(const EncodingKey& key) {
                  [&] { return inner_->FindGram(key); });
 }
 
-absl::StatusOr<absl::optional<core::AxisMoments>>
-MeteringStatisticsStore::ReadMoments(
+absl::StatusOr<StoredMoments> MeteringStatisticsStore::ReadMoments(
     const EncodingKey& key,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   return Measure(metrics_, StoreOperation::kGetStatistics,

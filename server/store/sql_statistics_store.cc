@@ -139,6 +139,10 @@ constexpr char kSelectOtherPieces[] =
     " "
     "AND pieces.tensor = $3 AND pieces.source <> $4 "
     "AND pieces.piece = $5";
+// Of each source of a tensor.
+constexpr char kSelectFingerprint[] =
+    "SELECT checksum FROM statistics "
+    "WHERE set_id = " QUANTD_STATISTICS_SET " AND tensor = $3 ORDER BY source";
 // Another source's row, without the large columns.
 constexpr char kSelectOther[] = "SELECT " QUANTD_ROW_COLUMNS
                                 " FROM statistics "
@@ -235,6 +239,8 @@ struct StatisticsRowHead {
   uint64_t body_checksum = 0;
   // The same for all contributions; another one once the source was deleted.
   int64_t incarnation = 0;
+  // Of the row: over all of these.
+  uint64_t checksum = 0;
 };
 
 // Plain numbers in the order of this machine's bytes, which is that of all
@@ -292,7 +298,8 @@ absl::StatusOr<StatisticsRowHead> ReadHead(const EncodingKey& key,
   head.shape = Unpack<int64_t>(row.Bytes(6));
   head.body_checksum = static_cast<uint64_t>(row.Int(7));
   head.incarnation = row.Int(9);
-  if (static_cast<uint64_t>(row.Int(8)) != StatisticsHeadChecksum(key, head)) {
+  head.checksum = static_cast<uint64_t>(row.Int(8));
+  if (head.checksum != StatisticsHeadChecksum(key, head)) {
     return SourceCorruptError(key, head.source, "fail their checksum");
   }
   return head;
@@ -367,6 +374,20 @@ class SourceReader {
   absl::optional<BodyChecksum> checksum_;
   std::vector<core::Extremes> averages_;
   v1::StatisticsState message_;
+};
+
+// Of the checksums of all rows of a tensor, in order of source, which tell
+// contributions apart. Not thread-safe.
+class SourcesFingerprint {
+ public:
+  void Add(uint64_t row_checksum) {
+    checksum_.Add(
+        {reinterpret_cast<const char*>(&row_checksum), sizeof(row_checksum)});
+  }
+  uint64_t Get() const { return checksum_.Get(); }
+
+ private:
+  RowChecksum checksum_;
 };
 
 // Adds a source that was read to its end.
@@ -454,6 +475,41 @@ absl::Status AddStoredGramHead(const EncodingKey& key, absl::string_view source,
   return absl::OkStatus();
 }
 
+// The same of the piece that has it.
+// Errors: STORE_CORRUPT.
+absl::Status AddGramHeadPiece(const SourceVersion& version, uint64_t checksum,
+                              absl::string_view bytes,
+                              absl::optional<core::GramState::Parts>* whole) {
+  GramAssembler assembler(version);
+  absl::Status status =
+      assembler.Add(kFirstGramPiece, checksum, bytes).status();
+  if (!status.ok()) return status;
+  return AddStoredGramHead(version.key, version.source, assembler.head(),
+                           whole);
+}
+
+// Adds the moments of a source that is stored, and was checked when it was
+// written.
+// `proceed`  as of ReadMomentsPiece.
+// Errors: STORE_CORRUPT; that of `proceed`.
+absl::Status AddMomentsPiece(
+    const SourceVersion& version, uint64_t checksum, absl::string_view bytes,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed,
+    absl::optional<core::AxisMoments>* whole) {
+  absl::StatusOr<core::AxisMoments> part =
+      ReadMomentsPiece(version, checksum, bytes, proceed);
+  if (!part.ok()) return part.status();
+  if (!whole->has_value()) {
+    *whole = *std::move(part);
+    return absl::OkStatus();
+  }
+  absl::Status status = core::MergeMoments(*part, &**whole);
+  if (!status.ok()) {
+    return SourceCorruptError(version.key, version.source, status.message());
+  }
+  return absl::OkStatus();
+}
+
 // What all sources but `but_source` have of a Gram matrix, without sums.
 // Errors: STORE_CORRUPT, STORE_UNAVAILABLE.
 absl::StatusOr<absl::optional<core::GramState::Parts>> ReadGramHeads(
@@ -470,14 +526,9 @@ absl::StatusOr<absl::optional<core::GramState::Parts>> ReadGramHeads(
     if (!found.ok()) return found.status();
     if (!*found) return whole;
     const std::string source(row->Bytes(0));
-    GramAssembler assembler({key, source, row->Int(1)});
-    absl::Status status =
-        assembler
-            .Add(kFirstGramPiece, static_cast<uint64_t>(row->Int(2)),
-                 row->Bytes(3))
-            .status();
-    if (!status.ok()) return status;
-    status = AddStoredGramHead(key, source, assembler.head(), &whole);
+    absl::Status status = AddGramHeadPiece({key, source, row->Int(1)},
+                                           static_cast<uint64_t>(row->Int(2)),
+                                           row->Bytes(3), &whole);
     if (!status.ok()) return status;
   }
 }
@@ -528,7 +579,6 @@ class Merger {
     if (static_cast<int64_t>(key_.sequence) <= head->sequence) {
       return head->sequence;
     }
-    before_checksum_ = static_cast<uint64_t>(row->Int(8));
     stored_bytes_ = row->Int(10) + row->Int(11);
     had_gram_ = row->Int(12) > 0;
     moments_bytes_before_ = row->Int(13);
@@ -584,7 +634,7 @@ class Merger {
     if (!set->has_value()) return false;
     set_id_ = (*set)->id;
     absl::optional<uint64_t> row_checksum;
-    if (before_.has_value()) row_checksum = before_checksum_;
+    if (before_.has_value()) row_checksum = before_->checksum;
     if (attempt_.writer.has_begun()) {
       return attempt_.set_id == set_id_ &&
              attempt_.row_checksum == row_checksum;
@@ -635,7 +685,7 @@ class Merger {
     // The checksum covers the sequence, and tells a row from one that came
     // after it was deleted.
     return *found == before_.has_value() &&
-           (!*found || static_cast<uint64_t>(row->Int(0)) == before_checksum_);
+           (!*found || static_cast<uint64_t>(row->Int(0)) == before_->checksum);
   }
 
   absl::Status CheckOtherGrams() {
@@ -908,7 +958,6 @@ class Merger {
   int64_t set_id_ = 0;
   // The row that is there, if any, and what it and its largest piece take.
   absl::optional<StatisticsRowHead> before_;
-  uint64_t before_checksum_ = 0;
   int64_t stored_bytes_ = 0;
   bool had_gram_ = false;
   int64_t moments_bytes_before_ = 0;
@@ -1092,25 +1141,47 @@ absl::Status SqlStatisticsStore::ForEachSource(
   }
 }
 
+absl::StatusOr<uint64_t> SqlStatisticsStore::Fingerprint(
+    const EncodingKey& key) {
+  SourcesFingerprint fingerprint;
+  const auto read = [&](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kSelectFingerprint);
+    row->BindKey(key);
+    for (bool is_first = true;; is_first = false) {
+      absl::StatusOr<bool> found = row->Step("cannot read statistics");
+      if (!found.ok()) return found.status();
+      if (!*found && is_first) break;
+      if (!*found) return absl::OkStatus();
+      fingerprint.Add(static_cast<uint64_t>(row->Int(0)));
+    }
+    return NoSuchStatistics(connection, key);
+  };
+  if (absl::Status s = database_->Read(read); !s.ok()) return s;
+  return fingerprint.Get();
+}
+
 absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadStatistics(
-    const EncodingKey& key,
+    const EncodingKey& key, bool with_moments,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
-  return ReadSources(key, "", proceed);
+  return ReadSources(key, "", with_moments, proceed);
 }
 
 absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadSources(
-    const EncodingKey& key, absl::string_view only,
+    const EncodingKey& key, absl::string_view only, bool with_moments,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   // A bin takes about four times as much as its varints: in the state of the
   // source, and in the merged one, which may not have had it.
   constexpr int64_t kMemoryPerStoredByte = 8;
   StoredStatistics stored;
+  SourcesFingerprint fingerprint;
   const auto read = [&](SqlConnection& connection, const std::string& source)
       -> absl::StatusOr<absl::optional<int64_t>> {
     const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectAll);
     row->BindKey(key);
     row->BindText(4, source);
     absl::optional<SourceReader> reader;
+    int64_t memory_bytes = 0;
     while (true) {
       absl::StatusOr<bool> found = row->Step("cannot read statistics");
       if (!found.ok()) return found.status();
@@ -1118,22 +1189,41 @@ absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadSources(
       if (!reader.has_value()) {
         absl::StatusOr<StatisticsRowHead> head = ReadHead(key, *row);
         if (!head.ok()) return head.status();
-        absl::Status proceeds =
-            proceed(stored.state.statistics.memory_bytes() +
-                    kMemoryPerStoredByte * (head->size_bytes - row->Int(15)));
-        if (!proceeds.ok()) return proceeds;
+        memory_bytes = stored.state.statistics.memory_bytes() +
+                       kMemoryPerStoredByte * (head->size_bytes - row->Int(15));
+        if (absl::Status s = proceed(memory_bytes); !s.ok()) return s;
         stored.gram_size_bytes += row->Int(15);
+        fingerprint.Add(head->checksum);
         reader.emplace(key, *std::move(head));
       }
       if (absl::Status s = reader->Add(*row); !s.ok()) return s;
+      const SourceVersion version{key, source, reader->head().sequence};
+      const auto checksum = static_cast<uint64_t>(row->Int(13));
+      absl::Status status;
+      if (row->Int(12) == kFirstGramPiece) {
+        status =
+            AddGramHeadPiece(version, checksum, row->Bytes(14), &stored.gram);
+      } else if (row->Int(12) == kMomentsPiece && with_moments) {
+        status = AddMomentsPiece(
+            version, checksum, row->Bytes(14),
+            [&](int64_t more_bytes) {
+              return proceed(memory_bytes + more_bytes);
+            },
+            &stored.moments);
+      }
+      if (!status.ok()) return status;
     }
     if (!reader.has_value()) return absl::nullopt;
     absl::Status status = AddSource(&*reader, &stored);
     if (!status.ok()) return status;
     return reader->head().incarnation;
   };
-  const auto begin = [&] { stored = {}; };
+  const auto begin = [&] {
+    stored = {};
+    fingerprint = {};
+  };
   if (absl::Status s = ForEachSource(key, only, begin, read); !s.ok()) return s;
+  stored.fingerprint = fingerprint.Get();
   return stored;
 }
 
@@ -1228,18 +1318,17 @@ SqlStatisticsStore::FindGram(const EncodingKey& key) {
   return found;
 }
 
-absl::StatusOr<absl::optional<core::AxisMoments>>
-SqlStatisticsStore::ReadMoments(
+absl::StatusOr<StoredMoments> SqlStatisticsStore::ReadMoments(
     const EncodingKey& key,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   return ReadMomentsOf(key, "", proceed);
 }
 
-absl::StatusOr<absl::optional<core::AxisMoments>>
-SqlStatisticsStore::ReadMomentsOf(
+absl::StatusOr<StoredMoments> SqlStatisticsStore::ReadMomentsOf(
     const EncodingKey& key, absl::string_view only,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
-  absl::optional<core::AxisMoments> whole;
+  StoredMoments stored;
+  SourcesFingerprint fingerprint;
   const auto read = [&](SqlConnection& connection, const std::string& source)
       -> absl::StatusOr<absl::optional<int64_t>> {
     const std::unique_ptr<SqlStatement> row =
@@ -1251,25 +1340,21 @@ SqlStatisticsStore::ReadMomentsOf(
     if (!*found) return absl::nullopt;
     const absl::StatusOr<StatisticsRowHead> head = ReadHead(key, *row);
     if (!head.ok()) return head.status();
+    fingerprint.Add(head->checksum);
     if (row->Int(10) < 0) return head->incarnation;
-    absl::StatusOr<core::AxisMoments> part = ReadMomentsPiece(
+    absl::Status status = AddMomentsPiece(
         {key, source, head->sequence}, static_cast<uint64_t>(row->Int(11)),
-        row->Bytes(12), proceed);
-    if (!part.ok()) return part.status();
-    if (!whole.has_value()) {
-      whole = *std::move(part);
-      return head->incarnation;
-    }
-    absl::Status status = core::MergeMoments(*part, &*whole);
-    // They were checked when they were written.
-    if (!status.ok()) {
-      return SourceCorruptError(key, source, status.message());
-    }
+        row->Bytes(12), proceed, &stored.moments);
+    if (!status.ok()) return status;
     return head->incarnation;
   };
-  const auto begin = [&] { whole.reset(); };
+  const auto begin = [&] {
+    stored = {};
+    fingerprint = {};
+  };
   if (absl::Status s = ForEachSource(key, only, begin, read); !s.ok()) return s;
-  return whole;
+  stored.fingerprint = fingerprint.Get();
+  return stored;
 }
 
 absl::StatusOr<std::vector<StatisticsListEntry>>
@@ -1365,12 +1450,11 @@ absl::StatusOr<int64_t> SqlStatisticsStore::Check(
   const auto check = [&](const ContributionKey& key) -> absl::Status {
     ++count;
     const auto proceed = [](int64_t /*memory*/) { return absl::OkStatus(); };
-    absl::Status status = ReadSources(key.tensor, key.source, proceed).status();
+    absl::Status status =
+        ReadSources(key.tensor, key.source, /*with_moments=*/true, proceed)
+            .status();
     if (status.ok()) {
       status = ReadGrams(key.tensor, key.source, proceed).status();
-    }
-    if (status.ok()) {
-      status = ReadMomentsOf(key.tensor, key.source, proceed).status();
     }
     // It was deleted in between.
     if (status.ok() || absl::IsNotFound(status)) return absl::OkStatus();

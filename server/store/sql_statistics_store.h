@@ -37,14 +37,15 @@ class SqlStatisticsStore : public StatisticsStore {
       double averaging_constant,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
   absl::StatusOr<StoredStatistics> ReadStatistics(
-      const EncodingKey& key,
+      const EncodingKey& key, bool with_moments,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
+  absl::StatusOr<uint64_t> Fingerprint(const EncodingKey& key) override;
   absl::StatusOr<absl::optional<core::GramState>> ReadGram(
       const EncodingKey& key,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
   absl::StatusOr<absl::optional<core::GramState::Parts>> FindGram(
       const EncodingKey& key) override;
-  absl::StatusOr<absl::optional<core::AxisMoments>> ReadMoments(
+  absl::StatusOr<StoredMoments> ReadMoments(
       const EncodingKey& key,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
   absl::StatusOr<std::vector<StatisticsListEntry>> ListStatistics(
@@ -76,12 +77,12 @@ class SqlStatisticsStore : public StatisticsStore {
           read);
   // Of all sources, or unless that is empty of the only one.
   absl::StatusOr<StoredStatistics> ReadSources(
-      const EncodingKey& key, absl::string_view only,
+      const EncodingKey& key, absl::string_view only, bool with_moments,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed);
   absl::StatusOr<absl::optional<core::GramState>> ReadGrams(
       const EncodingKey& key, absl::string_view only,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed);
-  absl::StatusOr<absl::optional<core::AxisMoments>> ReadMomentsOf(
+  absl::StatusOr<StoredMoments> ReadMomentsOf(
       const EncodingKey& key, absl::string_view only,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed);
 

@@ -53,6 +53,20 @@ struct StoredStatistics {
   std::vector<SourceListEntry> sources;
   // What their Gram matrices take in the store.
   int64_t gram_size_bytes = 0;
+  // The Gram matrix over all sources that have one, without its sums.
+  absl::optional<core::GramState::Parts> gram;
+  // The moments of features over all sources that have some; none unless they
+  // were asked for.
+  absl::optional<core::AxisMoments> moments;
+  // StatisticsStore::Fingerprint of the sources.
+  uint64_t fingerprint = 0;
+};
+
+// The moments of features over all sources of a tensor that have some.
+struct StoredMoments {
+  absl::optional<core::AxisMoments> moments;
+  // StatisticsStore::Fingerprint of all sources.
+  uint64_t fingerprint = 0;
 };
 
 struct StatisticsListEntry {
@@ -100,16 +114,23 @@ class StatisticsStore {
   // Of all sources, of which there may be thousands: calls `proceed` before
   // each with what reading it will hold in memory, those before it included.
   // Where they are deleted and contributed again meanwhile, it reads those that
-  // are there then.
+  // are there then. Everything that it answers is of the same contributions.
+  // `with_moments`  whether to read the moments of features as well.
   // Errors: STATISTICS_NOT_FOUND; that of `proceed`, which ends the reading.
   virtual absl::StatusOr<StoredStatistics> ReadStatistics(
-      const EncodingKey& key,
+      const EncodingKey& key, bool with_moments,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) = 0;
   // The same, to the end, whatever it takes.
-  absl::StatusOr<StoredStatistics> GetStatistics(const EncodingKey& key) {
-    return ReadStatistics(key,
+  absl::StatusOr<StoredStatistics> GetStatistics(const EncodingKey& key,
+                                                 bool with_moments = false) {
+    return ReadStatistics(key, with_moments,
                           [](int64_t /*memory*/) { return absl::OkStatus(); });
   }
+
+  // A number that tells the contributions of all sources from any others, for
+  // much less than it takes to read them.
+  // Errors: STATISTICS_NOT_FOUND.
+  virtual absl::StatusOr<uint64_t> Fingerprint(const EncodingKey& key) = 0;
 
   // The Gram matrix over all sources that have one; none where no source has.
   // Calls `proceed` before each with what reading it will hold in memory.
@@ -121,10 +142,10 @@ class StatisticsStore {
   virtual absl::StatusOr<absl::optional<core::GramState::Parts>> FindGram(
       const EncodingKey& key) = 0;
 
-  // The moments of features over all sources that have some; none where no
-  // source has. Calls `proceed` with what reading them will hold in memory.
+  // The moments alone. Calls `proceed` with what reading them will hold in
+  // memory.
   // Errors: STATISTICS_NOT_FOUND; that of `proceed`.
-  virtual absl::StatusOr<absl::optional<core::AxisMoments>> ReadMoments(
+  virtual absl::StatusOr<StoredMoments> ReadMoments(
       const EncodingKey& key,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) = 0;
 

@@ -686,7 +686,7 @@ class EndlessStatistics : public StatisticsStore {
     return ContributionOutcome{key.sequence, false};
   }
   absl::StatusOr<StoredStatistics> ReadStatistics(
-      const EncodingKey& key,
+      const EncodingKey& key, bool with_moments,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override {
     ++reading_;
     const absl::Time end = absl::Now() + testing::kLongEnough;
@@ -704,10 +704,13 @@ class EndlessStatistics : public StatisticsStore {
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override {
     return absl::optional<core::GramState>();
   }
-  absl::StatusOr<absl::optional<core::AxisMoments>> ReadMoments(
+  absl::StatusOr<uint64_t> Fingerprint(const EncodingKey& key) override {
+    return 0;
+  }
+  absl::StatusOr<StoredMoments> ReadMoments(
       const EncodingKey& key,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override {
-    return absl::optional<core::AxisMoments>();
+    return StoredMoments();
   }
   absl::StatusOr<absl::optional<core::GramState::Parts>> FindGram(
       const EncodingKey& key) override {

@@ -234,7 +234,7 @@ TEST_F(SqliteStatisticsStoreTest, ReportsMomentsThatChanged) {
   ASSERT_TRUE(store.Contribute({key_, "other", 8}, state, 1).ok());
   const auto got = store.ReadMoments(key_, proceed);
   ASSERT_TRUE(got.ok()) << got.status();
-  EXPECT_EQ((*got)->moments.count(0), 2);
+  EXPECT_EQ(got->moments->moments.count(0), 2);
 }
 
 // Children contribute to sources of their own and to one that they share, and

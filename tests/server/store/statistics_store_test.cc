@@ -28,6 +28,7 @@
 #include "core/types/element_type.h"
 #include "quantd/v1/statistics.pb.h"
 #include "server/metrics/metrics.h"
+#include "server/store/caching_statistics_store.h"
 #include "server/store/metering_statistics_store.h"
 #include "server/store/sql_database.h"
 #include "server/store/sql_statistics_store.h"
@@ -51,12 +52,12 @@ using testing::Backend;
 struct Kind {
   std::string name;
   Backend backend;
-  bool is_metered;
+  bool is_cached;
 };
 
 std::vector<Kind> Kinds() {
   std::vector<Kind> kinds = {{"Sqlite", Backend::kSqlite, false},
-                             {"MeteredSqlite", Backend::kSqlite, true}};
+                             {"CachedSqlite", Backend::kSqlite, true}};
   if (testing::PostgresqlCluster::IsInstalled()) {
     kinds.push_back({"Postgresql", Backend::kPostgresql, false});
   }
@@ -161,9 +162,10 @@ class StatisticsStoreTest : public ::testing::TestWithParam<Kind> {
     if (database == nullptr) return nullptr;
     auto store =
         std::make_unique<SqlStatisticsStore>(std::move(database), limit_bytes_);
-    if (!GetParam().is_metered) return store;
-    return std::make_unique<MeteringStatisticsStore>(std::move(store),
-                                                     &metrics_);
+    if (!GetParam().is_cached) return store;
+    return std::make_unique<CachingStatisticsStore>(
+        std::make_unique<MeteringStatisticsStore>(std::move(store), &metrics_),
+        /*cap_bytes=*/64 << 20, &metrics_);
   }
 
   absl::StatusOr<ContributionOutcome> Contribute(
@@ -201,11 +203,10 @@ class StatisticsStoreTest : public ::testing::TestWithParam<Kind> {
 
   // Empty where there are none.
   std::string MustGetMoments() {
-    const absl::StatusOr<absl::optional<core::AxisMoments>> got =
-        store_->ReadMoments(
-            key_, [](int64_t /*memory*/) { return absl::OkStatus(); });
+    const absl::StatusOr<StoredMoments> got = store_->ReadMoments(
+        key_, [](int64_t /*memory*/) { return absl::OkStatus(); });
     EXPECT_TRUE(got.ok()) << got.status();
-    return got.ok() && got->has_value() ? Bytes(**got) : "";
+    return got.ok() && got->moments.has_value() ? Bytes(*got->moments) : "";
   }
 
   static std::string Reason(const absl::Status& status) {
@@ -247,19 +248,10 @@ TEST_P(StatisticsStoreTest, ReadingAsksBeforeEachSource) {
     }
     MustContribute(absl::StrCat("rank-", source), 1, MakeState(elements));
   }
-  std::vector<int64_t> asked;
-  const absl::StatusOr<StoredStatistics> got =
-      store_->ReadStatistics(key_, [&](int64_t memory_bytes) {
-        asked.push_back(memory_bytes);
-        return absl::OkStatus();
-      });
-  ASSERT_TRUE(got.ok()) << got.status();
-  ASSERT_EQ(asked.size(), 3u);
-  EXPECT_GE(asked[2], got->state.statistics.memory_bytes());
   int calls = 0;
   const absl::Status refusal = absl::CancelledError("enough");
   EXPECT_EQ(store_
-                ->ReadStatistics(key_,
+                ->ReadStatistics(key_, /*with_moments=*/false,
                                  [&](int64_t memory_bytes) {
                                    return ++calls == 2 ? refusal
                                                        : absl::OkStatus();
@@ -267,6 +259,15 @@ TEST_P(StatisticsStoreTest, ReadingAsksBeforeEachSource) {
                 .status(),
             refusal);
   EXPECT_EQ(calls, 2);
+  std::vector<int64_t> asked;
+  const absl::StatusOr<StoredStatistics> got = store_->ReadStatistics(
+      key_, /*with_moments=*/false, [&](int64_t memory_bytes) {
+        asked.push_back(memory_bytes);
+        return absl::OkStatus();
+      });
+  ASSERT_TRUE(got.ok()) << got.status();
+  ASSERT_EQ(asked.size(), 3u);
+  EXPECT_GE(asked[2], got->state.statistics.memory_bytes());
 }
 
 // What merging asks for grows with a piece, and not with the statistics.
@@ -559,7 +560,7 @@ TEST_P(StatisticsStoreTest, DoesNotReadAPartOfWhatIsDeletedMeanwhile) {
     MustContribute("b", 1, StateWithGram(2));
   };
   contribute();
-  EXPECT_EQ(Reason(store_->ReadStatistics(key_, proceed).status()),
+  EXPECT_EQ(Reason(store_->ReadStatistics(key_, false, proceed).status()),
             "STATISTICS_NOT_FOUND");
   contribute();
   EXPECT_EQ(Reason(store_->ReadGram(key_, proceed).status()),
@@ -568,7 +569,7 @@ TEST_P(StatisticsStoreTest, DoesNotReadAPartOfWhatIsDeletedMeanwhile) {
   contribute();
   source = "b";
   const absl::StatusOr<StoredStatistics> rest =
-      store_->ReadStatistics(key_, proceed);
+      store_->ReadStatistics(key_, /*with_moments=*/false, proceed);
   ASSERT_TRUE(rest.ok()) << rest.status();
   ASSERT_EQ(rest->sources.size(), 1u);
   EXPECT_EQ(rest->sources[0].source, "a");
@@ -597,31 +598,97 @@ TEST_P(StatisticsStoreTest, ReadsAgainWhatCameBackMeanwhile) {
   };
   contribute();
   const absl::StatusOr<StoredStatistics> got =
-      store_->ReadStatistics(key_, proceed);
+      store_->ReadStatistics(key_, /*with_moments=*/true, proceed);
   ASSERT_TRUE(got.ok()) << got.status();
   EXPECT_EQ(got->sources.size(), 2u);
   EXPECT_EQ(Bytes(got->state), Bytes(MustGet().state));
   EXPECT_EQ(got->gram_size_bytes, MustGet().gram_size_bytes);
+  EXPECT_EQ(got->gram->rows, MustGetGram().rows);
+  EXPECT_EQ(Bytes(*got->moments), MustGetMoments());
   comes_back = true;
   const absl::StatusOr<absl::optional<core::GramState>> gram =
       store_->ReadGram(key_, proceed);
   ASSERT_TRUE(gram.ok() && gram->has_value()) << gram.status();
   EXPECT_EQ((*gram)->ToParts().code_sums, MustGetGram().code_sums);
   comes_back = true;
-  const absl::StatusOr<absl::optional<core::AxisMoments>> moments =
+  const absl::StatusOr<StoredMoments> moments =
       store_->ReadMoments(key_, proceed);
-  ASSERT_TRUE(moments.ok() && moments->has_value()) << moments.status();
-  EXPECT_EQ(Bytes(**moments), MustGetMoments());
+  ASSERT_TRUE(moments.ok() && moments->moments.has_value());
+  EXPECT_EQ(Bytes(*moments->moments), MustGetMoments());
   // A contribution is no reason to read all again.
   int reads = 0;
-  const absl::StatusOr<StoredStatistics> once =
-      store_->ReadStatistics(key_, [&](int64_t /*memory*/) {
+  const absl::StatusOr<StoredStatistics> once = store_->ReadStatistics(
+      key_, /*with_moments=*/false, [&](int64_t /*memory*/) {
         ++reads;
         return other->Contribute({key_, "b", 2}, StateWithMoments(1), 0.01)
             .status();
       });
   ASSERT_TRUE(once.ok()) << once.status();
   EXPECT_EQ(reads, 2);
+}
+
+// The histograms, the Gram matrix and the moments of each source.
+TEST_P(StatisticsStoreTest, AnswersEverythingOfTheSameContributions) {
+  const std::unique_ptr<StatisticsStore> other = Open();
+  core::StatisticsState part = StateWithMoments(1);
+  part.gram = StateWithGram(1).gram;
+  uint64_t sequence = 0;
+  const auto contribute = [&](int64_t /*memory*/) {
+    ++sequence;
+    for (const char* source : {"a", "b"}) {
+      absl::Status status =
+          other->Contribute({key_, source, sequence}, part, 0.01).status();
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  };
+  ASSERT_TRUE(contribute(0).ok());
+  const absl::StatusOr<StoredStatistics> got =
+      store_->ReadStatistics(key_, /*with_moments=*/true, contribute);
+  ASSERT_TRUE(got.ok()) << got.status();
+  ASSERT_TRUE(got->gram.has_value() && got->moments.has_value());
+  EXPECT_GT(sequence, 2u);
+  const int64_t rows =
+      got->state.statistics.counts().total / int64_t{kFeatures};
+  EXPECT_EQ(got->gram->rows, rows);
+  EXPECT_EQ(got->moments->moments.count(0), rows);
+  // Moments come to those who ask for them.
+  EXPECT_FALSE(MustGet().moments.has_value());
+  EXPECT_TRUE(MustGet().gram.has_value());
+}
+
+TEST_P(StatisticsStoreTest, AFingerprintTellsContributionsApart) {
+  std::vector<uint64_t> seen;
+  // Expects one that was not there before, which all reads answer.
+  const auto expect_new = [&] {
+    const absl::StatusOr<uint64_t> fingerprint = store_->Fingerprint(key_);
+    ASSERT_TRUE(fingerprint.ok()) << fingerprint.status();
+    EXPECT_EQ(std::count(seen.begin(), seen.end(), *fingerprint), 0);
+    seen.push_back(*fingerprint);
+    EXPECT_EQ(MustGet().fingerprint, *fingerprint);
+    const absl::StatusOr<StoredMoments> moments = store_->ReadMoments(
+        key_, [](int64_t /*memory*/) { return absl::OkStatus(); });
+    ASSERT_TRUE(moments.ok()) << moments.status();
+    EXPECT_EQ(moments->fingerprint, *fingerprint);
+    EXPECT_EQ(store_->Fingerprint(key_).value_or(0), *fingerprint);
+  };
+  EXPECT_EQ(Reason(store_->Fingerprint(key_).status()), "STATISTICS_NOT_FOUND");
+  MustContribute("a", 1, MakeState({1}));
+  expect_new();
+  MustContribute("a", 2, MakeState({1}));
+  expect_new();
+  MustContribute("b", 2, MakeState({1}));
+  expect_new();
+  // One that is not counted changes nothing.
+  ASSERT_TRUE(Contribute("b", 2, MakeState({1})).ok());
+  EXPECT_EQ(store_->Fingerprint(key_).value_or(0), seen.back());
+  ASSERT_TRUE(store_->DeleteStatistics(key_, "b").ok());
+  EXPECT_EQ(store_->Fingerprint(key_).value_or(0), seen[1]);
+  ASSERT_TRUE(store_->DeleteStatistics(key_, "a").ok());
+  EXPECT_EQ(Reason(store_->Fingerprint(key_).status()), "STATISTICS_NOT_FOUND");
+  // The same once more is another one.
+  MustContribute("a", 1, MakeState({1}));
+  expect_new();
 }
 
 // A source that is deleted while it contributes starts over, and nothing of
@@ -655,7 +722,7 @@ TEST_P(StatisticsStoreTest, ContributesWhileOthersDelete) {
 }
 
 TEST_P(StatisticsStoreTest, MeteringCountsContributionsAndNoAnswerAsError) {
-  if (!GetParam().is_metered) GTEST_SKIP();
+  if (!GetParam().is_cached) GTEST_SKIP();
   MustContribute("a", 1, MakeState({1}));
   ASSERT_TRUE(Contribute("a", 1, MakeState({1})).ok());
   EXPECT_FALSE(Contribute("a", 2, MakeState({1}, {1}, {}, 4)).ok());
@@ -776,7 +843,7 @@ TEST_P(StatisticsStoreTest, ReadingHistogramsHoldsNoGramMatrix) {
   MustContribute("a", 1, StateWithGram(1));
   int64_t asked = 0;
   const absl::StatusOr<StoredStatistics> got =
-      store_->ReadStatistics(key_, [&](int64_t memory) {
+      store_->ReadStatistics(key_, /*with_moments=*/false, [&](int64_t memory) {
         asked = memory;
         return absl::OkStatus();
       });
