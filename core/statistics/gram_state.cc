@@ -388,6 +388,13 @@ int64_t GramState::MemoryBytes(int64_t features, int64_t part_size) {
                     2 * kPanelCodes * sizeof(int16_t)));
 }
 
+int64_t GramState::SumCount(int64_t features, int64_t part_size) {
+  if (features == 0) return 0;
+  const int64_t rest = features % part_size;
+  return features / part_size * (part_size * (part_size + 1) / 2) +
+         rest * (rest + 1) / 2;
+}
+
 int64_t GramState::memory_bytes() const {
   return MemoryBytes(feature_count(), part_size_);
 }
@@ -686,11 +693,7 @@ double GramState::ErrorBound(int64_t i, int64_t j) const {
 
 GramState::Parts GramState::ToParts() const {
   Parts parts{exponents_, part_size_, rows_, left_out_rows_, clipped_, {}};
-  size_t entries = 0;
-  for (int64_t part = 0; part < part_count(); ++part) {
-    entries += static_cast<size_t>(PartWidth(part) * (PartWidth(part) + 1) / 2);
-  }
-  parts.code_sums.reserve(entries);
+  parts.code_sums.reserve(static_cast<size_t>(sum_count()));
   for (int64_t i = 0; i < feature_count(); ++i) {
     const int64_t part = i / part_size_;
     const int64_t end = part * part_size_ + PartWidth(part);
@@ -706,14 +709,11 @@ absl::StatusOr<GramState> GramState::FromParts(const Parts& parts) {
     return s;
   }
   const int64_t features = static_cast<int64_t>(parts.exponents.size());
-  const int64_t rest = features % parts.part_size;
-  const int64_t entries = features / parts.part_size *
-                              (parts.part_size * (parts.part_size + 1) / 2) +
-                          rest * (rest + 1) / 2;
-  if (static_cast<int64_t>(parts.code_sums.size()) != entries) {
-    return StatisticsInvalidError(absl::StrCat(
-        "the Gram state has ", parts.code_sums.size(), " sums, expected ",
-        entries, " for ", features, " features in parts of ", parts.part_size));
+  if (static_cast<int64_t>(parts.code_sums.size()) != parts.sum_count()) {
+    return StatisticsInvalidError(
+        absl::StrCat("the Gram state has ", parts.code_sums.size(),
+                     " sums, expected ", parts.sum_count(), " for ", features,
+                     " features in parts of ", parts.part_size));
   }
   if (parts.rows < 0 || parts.rows > kMaxRows || parts.left_out_rows < 0 ||
       parts.left_out_rows > kMaxRows || parts.clipped < 0 ||

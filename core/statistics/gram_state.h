@@ -133,6 +133,10 @@ class GramState {
   int64_t memory_bytes() const;
   static int64_t MemoryBytes(int64_t features, int64_t part_size);
 
+  // How many sums Parts has: the entries of the upper triangles of all parts.
+  int64_t sum_count() const { return SumCount(feature_count(), part_size_); }
+  static int64_t SumCount(int64_t features, int64_t part_size);
+
   // The state as it is stored.
   struct Parts {
     std::vector<int> exponents;
@@ -142,6 +146,11 @@ class GramState {
     int64_t clipped = 0;
     // Of each part the upper triangle, row by row: i <= j.
     std::vector<int64_t> code_sums;
+
+    // How many sums there are, also where code_sums is left out.
+    int64_t sum_count() const {
+      return SumCount(static_cast<int64_t>(exponents.size()), part_size);
+    }
   };
   Parts ToParts() const;
   // Errors: STATISTICS_INVALID for parts that no rows have.

@@ -657,11 +657,9 @@ class CalibrateJob final : public TensorJob {
   }
 
   bool ContributesInSteps() const {
-    if (!has_gram()) return false;
-    const GramTask& gram = *task_.contribution->features.gram;
-    return TakesSteps(
-        core::GramState::MemoryBytes(gram.feature_count, gram.part_size) /
-        static_cast<int64_t>(sizeof(int64_t)));
+    const absl::optional<core::GramState>& gram =
+        part_.has_value() ? part_->gram : gram_;
+    return gram.has_value() && TakesSteps(gram->sum_count());
   }
 
   // Errors: CONTRIBUTION_INVALID, STATISTICS_MISMATCH, MEMORY_BUDGET, of the

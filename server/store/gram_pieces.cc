@@ -69,16 +69,6 @@ absl::StatusOr<absl::optional<uint64_t>> ReadNext(SqlConnection* connection,
 
 }  // namespace
 
-int64_t GramSumCount(const core::GramState::Parts& head) {
-  const int64_t features = static_cast<int64_t>(head.exponents.size());
-  int64_t count = 0;
-  for (int64_t first = 0; first < features; first += head.part_size) {
-    const int64_t width = std::min(head.part_size, features - first);
-    count += width * (width + 1) / 2;
-  }
-  return count;
-}
-
 absl::Status CheckGramHeads(const core::GramState::Parts& whole,
                             const core::GramState::Parts& part) {
   if (whole.exponents.size() != part.exponents.size()) {
@@ -134,7 +124,7 @@ absl::StatusOr<absl::Span<const int64_t>> GramAssembler::Add(
     head_.clipped = static_cast<int64_t>(message.clipped_count());
     // The checksum covers them, so that only a defect could make them wrong.
     if (head_.part_size <= 0) return Corrupt("are invalid");
-    sum_count_ = GramSumCount(head_);
+    sum_count_ = head_.sum_count();
     return absl::Span<const int64_t>();
   }
   const int64_t expected = std::min(kSumsPerPiece, sum_count_ - first_sum());
@@ -165,7 +155,7 @@ int64_t WriteGramBytes(const core::GramState::Parts* part) {
   return kPieces +
          (part == nullptr
               ? 0
-              : GramSumCount(*part) * static_cast<int64_t>(sizeof(int64_t)));
+              : part->sum_count() * static_cast<int64_t>(sizeof(int64_t)));
 }
 
 absl::Status GramWriter::Begin(SqlConnection* connection,
@@ -191,7 +181,7 @@ absl::Status GramWriter::Begin(SqlConnection* connection,
     if (absl::Status s = CheckGramHeads(head_, *part_); !s.ok()) return s;
     AddGramHead(*part_, &head_);
   }
-  sum_count_ = GramSumCount(head_);
+  sum_count_ = head_.sum_count();
   return absl::OkStatus();
 }
 

@@ -78,8 +78,6 @@ absl::Status CheckGramHeads(const core::GramState::Parts& whole,
 // Adds all but the sums.
 void AddGramHead(const core::GramState::Parts& part,
                  core::GramState::Parts* whole);
-// Entries of the upper triangles.
-int64_t GramSumCount(const core::GramState::Parts& head);
 
 // What GramWriter did.
 struct WrittenGram {

@@ -1272,7 +1272,7 @@ absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGrams(
         absl::Status status =
             AddStoredGramHead(key, source, assembler->head(), &whole);
         if (!status.ok()) return status;
-        const int64_t count = GramSumCount(*whole);
+        const int64_t count = whole->sum_count();
         status =
             proceed(kCopies * count * static_cast<int64_t>(sizeof(int64_t)));
         if (!status.ok()) return status;

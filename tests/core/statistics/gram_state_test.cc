@@ -107,6 +107,8 @@ void ExpectSame(const GramState& got, const GramState& want) {
   EXPECT_EQ(a.left_out_rows, b.left_out_rows);
   EXPECT_EQ(a.clipped, b.clipped);
   ASSERT_TRUE(a.code_sums == b.code_sums);
+  EXPECT_EQ(got.sum_count(), static_cast<int64_t>(a.code_sums.size()));
+  EXPECT_EQ(a.sum_count(), got.sum_count());
 }
 
 TEST(GramStateTest, EqualsTheDefinitionForEveryTypeAndTarget) {
@@ -383,6 +385,10 @@ TEST(GramStateTest, ComesBackFromItsParts) {
     }
     ExpectSame(*got, want);
   }
+}
+
+TEST(GramStateTest, HasNoSumsWithoutFeatures) {
+  EXPECT_EQ(GramState::Parts().sum_count(), 0);
 }
 
 TEST(GramStateTest, RefusesPartsThatContradictThemselves) {
