@@ -598,6 +598,34 @@ class Merger {
                 : 0);
   }
 
+  // Whether the contribution may take several transactions.
+  bool may_take_steps() const {
+    return part_.gram.has_value() ? TakesSteps(part_.gram->sum_count())
+                                  : had_gram_;
+  }
+
+  // Before the first of them, which would be in vain: what the last one would
+  // refuse. Writes nothing. Those who write meanwhile may make it fail with any
+  // error of Write.
+  // `set_id`  where the source has its pieces, if it has anything.
+  // Errors: STATISTICS_MISMATCH, STATISTICS_TOO_LARGE.
+  absl::Status CheckFits(int64_t set_id, int64_t limit_bytes) {
+    set_id_ = set_id;
+    absl::StatusOr<Content> content = MergeContent();
+    if (!content.ok()) return content.status();
+    auto size_bytes =
+        static_cast<int64_t>(content->averages.size() + content->body.size());
+    v1::StatisticsState piece;
+    absl::Status status =
+        MergeHistograms(&*content, [&](const core::Histogram& histogram) {
+          piece.clear_histograms();
+          HistogramToProto(histogram, piece.add_histograms());
+          size_bytes += static_cast<int64_t>(piece.ByteSizeLong());
+          return absl::OkStatus();
+        });
+    return status.ok() ? CheckLimit(size_bytes, limit_bytes) : status;
+  }
+
   // Writes the source's new pieces and row, and the attempt is done; or of a
   // large Gram matrix the next pieces. False, and nothing is to be committed,
   // where the source is not any more what it was.
@@ -611,8 +639,7 @@ class Merger {
       absl::Status status = WriteStep();
       if (!status.ok()) written = status;
     } else {
-      written = before_.has_value() ? WriteMerged(limit_bytes)
-                                    : WriteFirst(limit_bytes);
+      written = WriteAll(limit_bytes);
       attempt_.is_done = true;
     }
     // Who deletes the source meanwhile takes pieces away that were to be read.
@@ -747,88 +774,131 @@ class Merger {
             part_.statistics.WithoutHistograms()};
   }
 
-  absl::StatusOr<bool> WriteFirst(int64_t limit_bytes) {
+  // What the source's row will have, beside what its pieces have.
+  struct Content {
+    std::vector<int64_t> shape;
+    std::string averages;
+    std::string body;
+    // What the source had, if it had anything: how many elements, and the
+    // checksum over as much of it as was read.
+    uint64_t count_before = 0;
+    absl::optional<BodyChecksum> checksum_before;
+  };
+
+  absl::StatusOr<Content> MergeContent() {
+    Content content;
+    core::StatisticsState outline = PartOutline();
     const absl::Span<const core::Extremes> extremes =
         part_.statistics.extremes();
-    const std::string averages =
-        Pack(std::vector<core::Extremes>(extremes.begin(), extremes.end()));
-    const std::string body = BodyOf(PartOutline());
-    BodyChecksum checksum(averages, body);
-    PieceWriter writer(&connection_, VersionOf(key_.sequence), &checksum);
-    for (const core::Histogram& histogram : part_.statistics.histograms()) {
-      if (absl::Status s = writer.Add(histogram); !s.ok()) return s;
+    std::vector<core::Extremes> averages(extremes.begin(), extremes.end());
+    if (before_.has_value()) {
+      absl::Status status = AddBefore(&content, &outline, &averages);
+      if (!status.ok()) return status;
     }
-    if (absl::Status s = writer.Flush(); !s.ok()) return s;
-    absl::Status status = WriteFeaturePieces(&checksum, nullptr);
-    if (!status.ok()) return status;
-    return WriteRow(part_.shape, averages, body, checksum, limit_bytes,
-                    &writer);
+    content.averages = Pack(averages);
+    content.body = BodyOf(outline);
+    content.shape = std::move(outline.shape);
+    return content;
   }
 
-  absl::StatusOr<bool> WriteMerged(int64_t limit_bytes) {
+  // Adds what the source had to what the part has.
+  absl::Status AddBefore(Content* content, core::StatisticsState* outline,
+                         std::vector<core::Extremes>* averages) {
     v1::StatisticsState message;
-    std::vector<core::Extremes> averages;
-    absl::optional<BodyChecksum> read_checksum;
+    std::vector<core::Extremes> stored_averages;
     {
       const std::unique_ptr<SqlStatement> row = Select(kSelectBody);
       absl::StatusOr<bool> found = row->Step(kWhat);
       if (!found.ok()) return found.status();
       if (!*found) return Corrupt("are there and not there");
       const absl::string_view body = row->Bytes(1);
-      averages = Unpack<core::Extremes>(row->Bytes(0));
-      read_checksum.emplace(row->Bytes(0), body);
+      stored_averages = Unpack<core::Extremes>(row->Bytes(0));
+      content->checksum_before.emplace(row->Bytes(0), body);
       if (!message.ParseFromArray(body.data(), static_cast<int>(body.size()))) {
         return Corrupt("do not decode");
       }
     }
-    absl::StatusOr<core::StatisticsState> outline = OutlineFromProto(message);
-    if (!outline.ok()) {
-      return Corrupt(absl::StrCat("are invalid: ", outline.status().message()));
+    absl::StatusOr<core::StatisticsState> stored = OutlineFromProto(message);
+    if (!stored.ok()) {
+      return Corrupt(absl::StrCat("are invalid: ", stored.status().message()));
     }
     absl::Status status = core::CheckMergeable(
-        Outline(*before_, outline->statistics.counts()), part_);
+        Outline(*before_, stored->statistics.counts()), part_);
     if (!status.ok()) return status;
     const int64_t scale_count = part_.statistics.scale_count();
-    if (outline->statistics.scale_count() != scale_count ||
-        static_cast<int64_t>(averages.size()) != scale_count) {
+    if (stored->statistics.scale_count() != scale_count ||
+        static_cast<int64_t>(stored_averages.size()) != scale_count) {
       return Corrupt("lack scale indices");
     }
-    const auto stored_count =
-        static_cast<uint64_t>(outline->statistics.counts().total);
-    status = core::MergeState(PartOutline(), &*outline);
+    content->count_before =
+        static_cast<uint64_t>(stored->statistics.counts().total);
+    status = core::MergeState(*outline, &*stored);
     if (!status.ok()) return status;
-    MoveAverages(part_.statistics.extremes(), averaging_constant_, &averages);
-    const std::string packed_averages = Pack(averages);
-    const std::string body = BodyOf(*outline);
+    *outline = *std::move(stored);
+    MoveAverages(part_.statistics.extremes(), averaging_constant_,
+                 &stored_averages);
+    *averages = std::move(stored_averages);
+    return absl::OkStatus();
+  }
 
-    BodyChecksum checksum(packed_averages, body);
+  // Calls `add` with the histogram of each scale index.
+  absl::Status MergeHistograms(
+      Content* content,
+      absl::FunctionRef<absl::Status(const core::Histogram&)> add) {
+    if (!before_.has_value()) {
+      for (const core::Histogram& histogram : part_.statistics.histograms()) {
+        if (absl::Status s = add(histogram); !s.ok()) return s;
+      }
+      return absl::OkStatus();
+    }
     PieceReader reader(&connection_,
                        VersionOf(static_cast<uint64_t>(before_->sequence)),
-                       &*read_checksum);
-    PieceWriter writer(&connection_, VersionOf(key_.sequence), &checksum);
+                       &*content->checksum_before);
     for (const core::Histogram& more : part_.statistics.histograms()) {
       absl::StatusOr<const v1::Histogram*> stored = reader.Next();
       if (!stored.ok()) return stored.status();
       if (*stored == nullptr) return Corrupt("lack histograms");
-      absl::StatusOr<core::Histogram> histogram =
-          HistogramFromProto(**stored, more.mantissa_bits(), stored_count);
+      absl::StatusOr<core::Histogram> histogram = HistogramFromProto(
+          **stored, more.mantissa_bits(), content->count_before);
       if (!histogram.ok()) {
         return Corrupt(
             absl::StrCat("are invalid: ", histogram.status().message()));
       }
       histogram->Merge(more);
-      if (absl::Status s = writer.Add(*histogram); !s.ok()) return s;
+      if (absl::Status s = add(*histogram); !s.ok()) return s;
     }
     absl::StatusOr<const v1::Histogram*> end = reader.Next();
     if (!end.ok()) return end.status();
-    if (absl::Status s = writer.Flush(); !s.ok()) return s;
-    status = WriteFeaturePieces(&checksum, &*read_checksum);
+    return *end == nullptr ? absl::OkStatus() : Corrupt("fail their checksum");
+  }
+
+  absl::StatusOr<bool> WriteAll(int64_t limit_bytes) {
+    absl::StatusOr<Content> content = MergeContent();
+    if (!content.ok()) return content.status();
+    BodyChecksum checksum(content->averages, content->body);
+    PieceWriter writer(&connection_, VersionOf(key_.sequence), &checksum);
+    absl::Status status =
+        MergeHistograms(&*content, [&](const core::Histogram& histogram) {
+          return writer.Add(histogram);
+        });
     if (!status.ok()) return status;
-    if (*end != nullptr || read_checksum->Get() != before_->body_checksum) {
+    if (absl::Status s = writer.Flush(); !s.ok()) return s;
+    status = WriteFeaturePieces(&checksum, content->checksum_before.has_value()
+                                               ? &*content->checksum_before
+                                               : nullptr);
+    if (!status.ok()) return status;
+    if (before_.has_value() &&
+        content->checksum_before->Get() != before_->body_checksum) {
       return Corrupt("fail their checksum");
     }
-    return WriteRow(outline->shape, packed_averages, body, checksum,
-                    limit_bytes, &writer);
+    return WriteRow(*content, checksum, limit_bytes, &writer);
+  }
+
+  static absl::Status CheckLimit(int64_t size_bytes, int64_t limit_bytes) {
+    if (size_bytes <= limit_bytes) return absl::OkStatus();
+    return core::StatisticsTooLargeError(
+        limit_bytes, size_bytes,
+        "contribute with a coarser granularity or fewer mantissa bits");
   }
 
   // `read`  over what the source had before, if it had anything.
@@ -866,9 +936,7 @@ class Merger {
 
   // After the pieces: until here only the source was locked, so that others of
   // the tensor were merged meanwhile.
-  absl::StatusOr<bool> WriteRow(const std::vector<int64_t>& shape,
-                                absl::string_view averages,
-                                absl::string_view body,
+  absl::StatusOr<bool> WriteRow(const Content& content,
                                 const BodyChecksum& checksum,
                                 int64_t limit_bytes, PieceWriter* writer) {
     absl::Status status = connection_.LockTensor(key_.tensor);
@@ -880,11 +948,12 @@ class Merger {
     head.source = key_.source;
     head.sequence = static_cast<int64_t>(key_.sequence);
     head.update_time_us = absl::ToUnixMicros(absl::Now());
-    head.size_bytes = static_cast<int64_t>(averages.size() + body.size()) +
-                      writer->size_bytes();
+    head.size_bytes =
+        static_cast<int64_t>(content.averages.size() + content.body.size()) +
+        writer->size_bytes();
     head.mantissa_bits = part_.statistics.mantissa_bits();
     head.block_size = part_.block_size;
-    head.shape = shape;
+    head.shape = content.shape;
     head.body_checksum = checksum.Get();
     if (before_.has_value()) {
       head.incarnation = before_->incarnation;
@@ -893,11 +962,8 @@ class Merger {
       if (!incarnation.ok()) return incarnation.status();
       head.incarnation = *incarnation;
     }
-    if (head.size_bytes > limit_bytes) {
-      return core::StatisticsTooLargeError(
-          limit_bytes, head.size_bytes,
-          "contribute with a coarser granularity or fewer mantissa bits");
-    }
+    status = CheckLimit(head.size_bytes, limit_bytes);
+    if (!status.ok()) return status;
     head.size_bytes += feature_bytes_;
     if (attempt_.staged_id != 0) {
       status = EndStagedContent(connection_, attempt_.staged_id);
@@ -930,8 +996,8 @@ class Merger {
       row->BindInt(11, static_cast<int64_t>(head.body_checksum));
       row->BindInt(
           12, static_cast<int64_t>(StatisticsHeadChecksum(key_.tensor, head)));
-      row->BindBytes(13, averages);
-      row->BindBytes(14, body);
+      row->BindBytes(13, content.averages);
+      row->BindBytes(14, content.body);
       row->BindText(15, account.principal);
       row->BindInt(16, SlotOf(key_.tensor.tensor));
       row->BindInt(17, charged_bytes);
@@ -997,8 +1063,15 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
     const absl::StatusOr<absl::optional<RowSet>> set =
         FindRowSet(connection, key.tensor.model, key.tensor.revision,
                    RowKind::kStatistics);
-    has_set = set.ok() && set->has_value();
-    return set.status();
+    if (!set.ok()) return set.status();
+    has_set = set->has_value();
+    if (!merger.may_take_steps()) return absl::OkStatus();
+    if (absl::Status s = proceed(merger.memory_bytes()); !s.ok()) return s;
+    absl::Status status =
+        merger.CheckFits(has_set ? (*set)->id : 0, limit_bytes_);
+    const bool is_refused =
+        absl::IsFailedPrecondition(status) || absl::IsResourceExhausted(status);
+    return is_refused ? status : absl::OkStatus();
   };
   if (absl::Status s = database_->Read(look); !s.ok()) return s;
   if (outcome.duplicate) return outcome;

@@ -34,6 +34,7 @@
 #include "server/store/sql_statistics_store.h"
 #include "server/store/statistics_pieces.h"
 #include "server/wire/statistics_proto.h"
+#include "tests/server/store/large_state.h"
 #include "tests/server/store/test_database.h"
 #include "tests/support/metric_value.h"
 #include "tests/support/postgresql_cluster.h"
@@ -427,6 +428,48 @@ TEST_P(StatisticsStoreTest, RefusesASourceThatGetsTooLarge) {
                          MakeState(std::vector<float>(kParts, 1), {kParts, 1},
                                    {1, 0}, 10))
                   .ok());
+}
+
+// What the last of the transactions of a Gram matrix would refuse.
+TEST_P(StatisticsStoreTest, RefusesBeforeItWritesAGramMatrix) {
+  constexpr int64_t kManyFeatures = 1500;
+  const core::StatisticsState small = testing::MakeStateWithGram(kManyFeatures);
+  core::StatisticsState large = small;
+  std::vector<float> row(kManyFeatures);
+  for (size_t i = 0; i < row.size(); ++i) row[i] = static_cast<float>(i * i);
+  large.statistics = MakeState(row, {1, kManyFeatures}).statistics;
+  core::StatisticsState other = small;
+  other.statistics = MakeState(row, {1, kManyFeatures}, {}, 5).statistics;
+  const auto size_bytes = [](const core::StatisticsState& state) {
+    core::StatisticsState histograms = state;
+    histograms.gram.reset();
+    return static_cast<int64_t>(Bytes(histograms).size() +
+                                sizeof(core::Extremes));
+  };
+  // Expects that nothing is asked for but what it takes to see that.
+  const auto expect_refusal = [&](const core::StatisticsState& part,
+                                  const std::string& reason) {
+    int asked = 0;
+    const auto proceed = [&](int64_t /*memory*/) {
+      ++asked;
+      return absl::OkStatus();
+    };
+    EXPECT_EQ(
+        Reason(store_->Merge({key_, "a", 2}, part, 0.01, proceed).status()),
+        reason);
+    EXPECT_EQ(asked, 1);
+  };
+  limit_bytes_ = size_bytes(large) - 1;
+  Reopen();
+  expect_refusal(large, "STATISTICS_TOO_LARGE");
+  // With one byte more it fits by itself, and not beside what is there.
+  ++limit_bytes_;
+  Reopen();
+  MustContribute("a", 1, small);
+  expect_refusal(large, "STATISTICS_TOO_LARGE");
+  expect_refusal(other, "STATISTICS_MISMATCH");
+  MustContribute("b", 1, large);
+  EXPECT_EQ(MustGetGram().rows, 2);
 }
 
 TEST_P(StatisticsStoreTest, AveragesTheExtremesOfASingleSource) {
