@@ -305,6 +305,19 @@ std::string Schema() {
       CountTriggers("encodings"), CountTriggers("statistics"));
 }
 
+// Unlocks a mutex that TryLock has locked.
+class ABSL_SCOPED_LOCKABLE AdoptedLock {
+ public:
+  explicit AdoptedLock(absl::Mutex* mutex) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex)
+      : mutex_(*mutex) {}
+  ~AdoptedLock() ABSL_UNLOCK_FUNCTION() { mutex_.Unlock(); }
+  AdoptedLock(const AdoptedLock&) = delete;
+  AdoptedLock& operator=(const AdoptedLock&) = delete;
+
+ private:
+  absl::Mutex& mutex_;
+};
+
 absl::Status DiskFullError(absl::string_view what, absl::string_view detail) {
   absl::Status status = core::StoreUnavailableError(
       absl::StrCat(what,
@@ -688,31 +701,33 @@ bool SqliteDatabase::RestoreReserve() {
 
 absl::Status SqliteDatabase::WriteNow(
     absl::FunctionRef<absl::Status(SqlConnection&)> body) {
+  return AtOnce([&] {
+    write_mutex_.AssertHeld();
+    return WriteLocked(body);
+  });
+}
+
+absl::Status SqliteDatabase::AtOnce(absl::FunctionRef<absl::Status()> write) {
   if (!write_mutex_.TryLock()) {
     return core::StoreUnavailableError("another write is under way");
   }
+  const AdoptedLock lock(&write_mutex_);
   writer_->SetBusyTimeout(0);
-  const absl::Cleanup unlock = [this] {
+  const absl::Cleanup wait_again = [this] {
     write_mutex_.AssertHeld();
     writer_->SetBusyTimeout(kBusyTimeoutMs);
-    write_mutex_.Unlock();
   };
-  return WriteLocked(body);
+  return write();
 }
 
 absl::optional<int64_t> SqliteDatabase::ForeignVersion() {
   // For the connection that writes, SQLite does not count its own commits. A
   // writer may hold it for as long as another process writes.
   if (!write_mutex_.TryLock()) return absl::nullopt;
-  absl::optional<int64_t> version;
-  {
-    const std::unique_ptr<SqlStatement> row = writer_->Prepare(kDataVersion);
-    if (row->Step("cannot read the store").value_or(false)) {
-      version = row->Int(0);
-    }
-  }
-  write_mutex_.Unlock();
-  return version;
+  const AdoptedLock lock(&write_mutex_);
+  const std::unique_ptr<SqlStatement> row = writer_->Prepare(kDataVersion);
+  if (!row->Step("cannot read the store").value_or(false)) return absl::nullopt;
+  return row->Int(0);
 }
 
 absl::Status SqliteDatabase::CheckFile(
@@ -749,16 +764,16 @@ absl::StatusOr<DatabaseSize> SqliteDatabase::Size() {
 }
 
 absl::StatusOr<bool> SqliteDatabase::Shrink() {
-  if (!write_mutex_.TryLock()) {
-    return core::StoreUnavailableError("another write is under way");
-  }
-  writer_->SetBusyTimeout(0);
-  absl::StatusOr<bool> is_more = ShrinkLocked();
-  if (UseReserve(is_more.status())) is_more = ShrinkLocked();
-  // Where there is nothing more to free.
-  if (is_more.ok() && !*is_more) RestoreReserve();
-  writer_->SetBusyTimeout(kBusyTimeoutMs);
-  write_mutex_.Unlock();
+  absl::StatusOr<bool> is_more = false;
+  absl::Status status = AtOnce([&] {
+    write_mutex_.AssertHeld();
+    is_more = ShrinkLocked();
+    if (UseReserve(is_more.status())) is_more = ShrinkLocked();
+    // Where there is nothing more to free.
+    if (is_more.ok() && !*is_more) RestoreReserve();
+    return is_more.status();
+  });
+  if (!status.ok()) return status;
   return is_more;
 }
 

@@ -106,9 +106,8 @@ class SqliteDatabase : public SqlDatabase {
       override ABSL_LOCKS_EXCLUDED(read_mutex_);
   absl::Status Write(absl::FunctionRef<absl::Status(SqlConnection&)> body)
       override ABSL_LOCKS_EXCLUDED(write_mutex_);
-  // What unlocks is a Cleanup, which the analysis does not follow.
   absl::Status WriteNow(absl::FunctionRef<absl::Status(SqlConnection&)> body)
-      override ABSL_LOCKS_EXCLUDED(write_mutex_) ABSL_NO_THREAD_SAFETY_ANALYSIS;
+      override ABSL_LOCKS_EXCLUDED(write_mutex_);
   absl::Status WriteToFree(absl::FunctionRef<absl::Status(SqlConnection&)> body)
       override ABSL_LOCKS_EXCLUDED(write_mutex_);
   absl::Status CheckFile(
@@ -129,6 +128,10 @@ class SqliteDatabase : public SqlDatabase {
 
   // Calls `write` with the mutex, when those before have had their turn.
   absl::Status InTurn(absl::FunctionRef<absl::Status()> write)
+      ABSL_LOCKS_EXCLUDED(write_mutex_);
+  // Calls `write` with the mutex, and has it wait for no other process; fails
+  // where another thread has the mutex.
+  absl::Status AtOnce(absl::FunctionRef<absl::Status()> write)
       ABSL_LOCKS_EXCLUDED(write_mutex_);
   absl::StatusOr<bool> ShrinkLocked()
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
