@@ -150,6 +150,7 @@ class FakeEnvironment {
     env.pool = &pool;
     env.store_pool = &store_pool;
     env.write_pool = &write_pool;
+    env.long_write_pool = &long_write_pool;
     env.statistics_pool = &statistics_pool;
     env.long_pool = &long_pool;
   }
@@ -161,6 +162,7 @@ class FakeEnvironment {
   core::ThreadPool pool{1};
   core::ThreadPool store_pool{1};
   core::ThreadPool write_pool{1};
+  core::ThreadPool long_write_pool{1};
   core::ThreadPool statistics_pool{1};
   core::ThreadPool long_pool{1};
   server::Authenticator authenticator{nullptr, nullptr, nullptr,

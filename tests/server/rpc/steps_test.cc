@@ -13,7 +13,8 @@ namespace {
 constexpr core::ThreadPool::Group kGroup = 7;
 constexpr StepKind kKinds[] = {StepKind::kLight, StepKind::kQuantum,
                                StepKind::kStore, StepKind::kStatistics,
-                               StepKind::kWrite, StepKind::kLong};
+                               StepKind::kWrite, StepKind::kLongWrite,
+                               StepKind::kLong};
 
 // What runs on a pool keeps it busy until it is let go.
 class StepsTest : public ::testing::Test {
@@ -26,6 +27,8 @@ class StepsTest : public ::testing::Test {
         return &fake_.statistics_pool;
       case StepKind::kWrite:
         return &fake_.write_pool;
+      case StepKind::kLongWrite:
+        return &fake_.long_write_pool;
       case StepKind::kLong:
         return &fake_.long_pool;
       default:

@@ -27,6 +27,7 @@
 #include "quantd/v1/quantization_service.grpc.pb.h"
 #include "server/quantd_server.h"
 #include "server/store/encoding_store.h"
+#include "server/store/gram_pieces.h"
 #include "server/store/statistics_store.h"
 #include "tests/support/metric_value.h"
 #include "tests/support/raw_stream.h"
@@ -683,21 +684,13 @@ class EndlessStatistics : public StatisticsStore {
       const ContributionKey& key, const core::StatisticsState& part,
       double averaging_constant,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override {
+    if (writes_without_end) return AskUntilEnded(proceed);
     return ContributionOutcome{key.sequence, false};
   }
   absl::StatusOr<StoredStatistics> ReadStatistics(
       const EncodingKey& key, bool with_moments,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override {
-    ++reading_;
-    const absl::Time end = absl::Now() + testing::kLongEnough;
-    absl::Status status;
-    while (status.ok() && absl::Now() < end) {
-      absl::SleepFor(absl::Milliseconds(1));
-      status = proceed(1);
-    }
-    if (!status.ok()) ++ended_;
-    return status.ok() ? core::StoreUnavailableError("nobody ended it")
-                       : status;
+    return AskUntilEnded(proceed);
   }
   absl::StatusOr<absl::optional<core::GramState>> ReadGram(
       const EncodingKey& key,
@@ -730,18 +723,34 @@ class EndlessStatistics : public StatisticsStore {
     return absl::UnimplementedError("");
   }
 
-  // Whether that many calls came to read.
-  bool AwaitReading(int count) { return Await(reading_, count); }
+  // Whether that many calls came to read or write without end.
+  bool AwaitBegun(int count) { return Await(begun_, count); }
+  // Whether writing a contribution has steps without end, too.
+  bool writes_without_end = false;
+
   // Whether that many were ended.
   bool AwaitEnded(int count) { return Await(ended_, count); }
 
  private:
+  absl::Status AskUntilEnded(
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
+    ++begun_;
+    const absl::Time end = absl::Now() + testing::kLongEnough;
+    absl::Status status;
+    while (status.ok() && absl::Now() < end) {
+      absl::SleepFor(absl::Milliseconds(1));
+      status = proceed(1);
+    }
+    if (!status.ok()) ++ended_;
+    return status.ok() ? core::StoreUnavailableError("nobody ended it")
+                       : status;
+  }
   static bool Await(const std::atomic<int>& counter, int count) {
     return testing::PollUntil(testing::kLongEnough,
                               [&] { return counter.load() >= count; });
   }
 
-  std::atomic<int> reading_{0};
+  std::atomic<int> begun_{0};
   std::atomic<int> ended_{0};
 };
 
@@ -751,11 +760,59 @@ class EndlessStatisticsTest : public ::testing::Test {
   void ExpectStops(const std::string& method, const std::string& request) {
     testing::RawStream stream(server_.NewChannel(), method);
     ASSERT_TRUE(stream.Write(request));
-    ASSERT_TRUE(statistics_.AwaitReading(1));
+    ASSERT_TRUE(statistics_.AwaitBegun(1));
     stream.Cancel();
     stream.Finish();
     EXPECT_TRUE(statistics_.AwaitEnded(1));
   }
+
+  // A contribution with a Gram matrix, in one message.
+  static std::string GramRequest(int features) {
+    v1::CalibrateRequest request;
+    v1::CalibrateHeader& header = *request.mutable_header();
+    *header.mutable_tensor() = NamedHeader().tensor();
+    header.mutable_tensor()->clear_shape();
+    header.mutable_tensor()->add_shape(1);
+    header.mutable_tensor()->add_shape(features);
+    header.mutable_contribution()->set_source("a");
+    header.mutable_contribution()->set_sequence(1);
+    v1::FeatureStatistics& kept =
+        *header.mutable_contribution()->mutable_features();
+    kept.set_gram(true);
+    for (int i = 0; i < features; ++i) kept.add_step_exponent(-10);
+    request.set_data(std::string(4 * static_cast<size_t>(features), '\0'));
+    return request.SerializeAsString();
+  }
+
+  // Sends so many of them.
+  std::vector<std::unique_ptr<testing::RawStream>> Contribute(int count,
+                                                              int features) {
+    statistics_.writes_without_end = true;
+    std::vector<std::unique_ptr<testing::RawStream>> streams;
+    for (int i = 0; i < count; ++i) {
+      streams.push_back(std::make_unique<testing::RawStream>(
+          server_.NewChannel(), kCalibrate));
+      EXPECT_TRUE(streams.back()->Write(GramRequest(features)));
+    }
+    return streams;
+  }
+
+  static void EndAll(
+      const std::vector<std::unique_ptr<testing::RawStream>>& streams) {
+    for (const auto& stream : streams) {
+      stream->Cancel();
+      stream->Finish();
+    }
+  }
+
+  static constexpr char kCalibrate[] =
+      "/quantd.v1.QuantizationService/Calibrate";
+  // Of a matrix that takes several transactions, and of the largest that takes
+  // one.
+  static constexpr int kManyFeatures = 1100;
+  static constexpr int kFewFeatures = 1023;
+  static_assert(TakesSteps(kManyFeatures * (kManyFeatures + 1) / 2));
+  static_assert(!TakesSteps(kFewFeatures * (kFewFeatures + 1) / 2));
 
   StuckStore store_;
   EndlessStatistics statistics_;
@@ -769,8 +826,12 @@ TEST_F(EndlessStatisticsTest, ACalibrationThatHasEndedStopsReadingThem) {
   request.mutable_header()->mutable_contribution()->set_source("a");
   request.mutable_header()->mutable_contribution()->set_sequence(1);
   request.set_data(std::string(16, '\0'));
-  ExpectStops("/quantd.v1.QuantizationService/Calibrate",
-              request.SerializeAsString());
+  ExpectStops(kCalibrate, request.SerializeAsString());
+}
+
+TEST_F(EndlessStatisticsTest, AContributionThatHasEndedStopsBetweenSteps) {
+  statistics_.writes_without_end = true;
+  ExpectStops(kCalibrate, GramRequest(kManyFeatures));
 }
 
 TEST_F(EndlessStatisticsTest, AGetThatHasEndedStopsReadingThem) {
@@ -791,7 +852,7 @@ TEST_F(EndlessStatisticsTest, KeepNoOtherReadOfTheCallerWaiting) {
         server_.NewChannel(), "/quantd.v1.EncodingService/GetStatistics"));
     ASSERT_TRUE(streams.back()->Write(request.SerializeAsString()));
   }
-  ASSERT_TRUE(statistics_.AwaitReading(1));
+  ASSERT_TRUE(statistics_.AwaitBegun(1));
   grpc::ClientContext context;
   context.set_deadline(
       absl::ToChronoTime(absl::Now() + testing::kLongEnough / 4));
@@ -799,10 +860,30 @@ TEST_F(EndlessStatisticsTest, KeepNoOtherReadOfTheCallerWaiting) {
   const grpc::Status status = server_.encodings().GetServerInfo(
       &context, v1::GetServerInfoRequest(), &response);
   EXPECT_TRUE(status.ok()) << status.error_message();
-  for (const auto& stream : streams) {
-    stream->Cancel();
-    stream->Finish();
-  }
+  EndAll(streams);
+}
+
+TEST_F(EndlessStatisticsTest, KeepNoShortWriteOfTheCallerWaiting) {
+  // More than there are threads for.
+  const auto streams = Contribute(/*count=*/8, kManyFeatures);
+  ASSERT_TRUE(statistics_.AwaitBegun(1));
+  grpc::ClientContext context;
+  context.set_deadline(
+      absl::ToChronoTime(absl::Now() + testing::kLongEnough / 4));
+  v1::DeleteStatisticsRequest request;
+  *request.mutable_name() = NamedHeader().tensor().name();
+  v1::DeleteStatisticsResponse response;
+  const grpc::Status status =
+      server_.encodings().DeleteStatistics(&context, request, &response);
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  EndAll(streams);
+}
+
+// A caller has two threads for those.
+TEST_F(EndlessStatisticsTest, AGramMatrixOfOneTransactionIsAShortWrite) {
+  const auto streams = Contribute(/*count=*/2, kFewFeatures);
+  EXPECT_TRUE(statistics_.AwaitBegun(2));
+  EndAll(streams);
 }
 
 // What a stream is asked in turn: some of it is done where it arrives, some on
