@@ -47,8 +47,10 @@ constexpr uint64_t kMostBytesUnderWay = uint64_t{128} << 20;
 double NoiseToSignal(const v1::ErrorMetrics& metrics,
                      const v1::TensorStatistics& statistics) {
   if (metrics.non_finite_count() > NonFiniteCount(statistics)) return kInfinity;
-  if (metrics.sum_squared_error() == 0) return 0;
-  return std::pow(10, -metrics.sqnr_db() / 10);
+  if (metrics.count() == 0) return 0;
+  // NaN where squares overflow, or underflow to 0.
+  return std::isnan(metrics.sqnr_db()) ? kInfinity
+                                       : std::pow(10, -metrics.sqnr_db() / 10);
 }
 
 // Whether an error is not that of a tensor but of all.

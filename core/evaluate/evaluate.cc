@@ -790,8 +790,10 @@ double ErrorSums::MeanRelativeError() const {
 }
 
 double ErrorSums::SqnrDb() const {
-  return count == 0 ? std::numeric_limits<double>::quiet_NaN()
-                    : Decibels(signal, squared_error);
+  // The square of what is below 1e-162 is 0.
+  const bool is_lost = squared_error == 0 && max_absolute_error > 0;
+  return count == 0 || is_lost ? std::numeric_limits<double>::quiet_NaN()
+                               : Decibels(signal, squared_error);
 }
 
 double ErrorSums::CosineSimilarity() const {

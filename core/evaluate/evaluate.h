@@ -48,7 +48,7 @@ struct ErrorSums {
   double MeanAbsoluteError() const;  // 0 when count is 0
   double MeanRelativeError() const;  // 0 when count is 0
   // NaN when count is 0.
-  double SqnrDb() const;            // +Inf when squared_error is 0
+  double SqnrDb() const;  // +Inf without errors, NaN when their squares are 0
   double CosineSimilarity() const;  // 1 when both are zero, 0 when one is
 };
 

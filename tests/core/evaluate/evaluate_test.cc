@@ -683,6 +683,9 @@ TEST(EvaluateTest, RatiosOfNothingAreDefined) {
   EXPECT_EQ(sums.CosineSimilarity(), 1);
   sums.signal = 1;
   EXPECT_EQ(sums.CosineSimilarity(), 0);
+  // Of doubles, whose squares underflow.
+  sums.max_absolute_error = 1e-170;
+  EXPECT_TRUE(std::isnan(sums.SqnrDb()));
 }
 
 }  // namespace
