@@ -32,9 +32,9 @@ std::map<std::string, std::string> PlainMetadata(const TensorInput& input) {
 
 absl::StatusOr<std::vector<files::CodedTensor>> ReadCoded(
     const TensorInput& input, const std::string& path) {
-  if (QuantizationMethod(path) != kCompressedMethod) {
-    return ReadCheckpoint(input, path);
-  }
+  const absl::StatusOr<std::string> method = QuantizationMethod(path);
+  if (!method.ok()) return method.status();
+  if (*method != kCompressedMethod) return ReadCheckpoint(input, path);
   const absl::StatusOr<std::vector<QuantizedTensor>> quantized =
       ReadCompressed(input, path);
   if (!quantized.ok()) return quantized.status();

@@ -1,9 +1,6 @@
 #include "client/cli/compressed_reader.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
-#include <cstddef>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,11 +17,8 @@
 #include "client/cli/session.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
-#include "client/cpp/text_file.h"
 #include "client/files/errors.h"
-#include "client/files/json.h"
 #include "client/files/safetensors.h"
-#include "client/files/shard_index.h"
 #include "client/models/model_config.h"
 #include "nlohmann/json.hpp"
 
@@ -117,25 +111,12 @@ absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressedModules(
 
 absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressed(
     const TensorInput& input, const std::string& path) {
-  struct stat status;
-  const bool is_folder =
-      stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
-  const size_t slash = path.rfind('/');
-  const std::string folder = is_folder ? path
-                             : slash == std::string::npos
-                                 ? "."
-                                 : path.substr(0, slash + 1);
-  const std::string config_path = files::PathIn(folder, kModelConfigName);
-  const absl::StatusOr<std::string> text = internal::ReadTextFile(config_path);
-  if (absl::IsNotFound(text.status())) return std::vector<QuantizedTensor>();
-  if (!text.ok()) return text.status();
-  const Json document = files::ParseJson(*text);
-  if (!document.is_object()) {
-    return files::FileMalformedError(config_path, "expected a JSON object");
-  }
+  const absl::StatusOr<Json> document = ReadConfig(path, kModelConfigName);
+  if (!document.ok()) return document.status();
   std::string key;
-  const Json* const config = FindQuantization(document, &key);
+  const Json* const config = FindQuantization(*document, &key);
   if (config == nullptr) return std::vector<QuantizedTensor>();
+  const std::string config_path = ConfigPath(path, kModelConfigName);
   // The second one of its names is its own.
   const auto method = config->find("quant_method");
   if (method == config->end() ? key != "compression_config"
@@ -148,7 +129,7 @@ absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressed(
   absl::StatusOr<std::vector<QuantizedTensor>> tensors =
       ReadCompressedModules(input, path, config_path, *config);
   if (!tensors.ok()) return tensors.status();
-  const absl::StatusOr<ElementType> of_model = ElementTypeOfModel(document);
+  const absl::StatusOr<ElementType> of_model = ElementTypeOfModel(*document);
   for (QuantizedTensor& tensor : *tensors) {
     const auto told =
         input.metadata().find(absl::StrCat(kElementTypeKeyPrefix, tensor.name));

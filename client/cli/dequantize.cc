@@ -431,8 +431,13 @@ class Dequantizer {
         ReadAllQuantized(input, options_.input);
     if (!tensors.ok()) return tensors.status();
     tensors_ = *std::move(tensors);
-    if (tensors_.empty() &&
-        QuantizationMethod(options_.input) == kCompressedMethod) {
+    std::string method;
+    if (tensors_.empty()) {
+      absl::StatusOr<std::string> found = QuantizationMethod(options_.input);
+      if (!found.ok()) return found.status();
+      method = *std::move(found);
+    }
+    if (method == kCompressedMethod) {
       absl::StatusOr<std::vector<QuantizedTensor>> compressed =
           ReadCompressed(input, options_.input);
       if (!compressed.ok()) return compressed.status();

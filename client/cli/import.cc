@@ -350,9 +350,10 @@ void RunImport(const ImportOptions& options, Session* session) {
   if (IsGgufPath(options.file)) return ImportGguf(options, session);
   if (files::IsFolder(options.file) ||
       absl::EndsWithIgnoreCase(options.file, ".safetensors")) {
-    return QuantizationMethod(options.file) == kCompressedMethod
-               ? ImportCompressed(options, session)
-               : ImportCheckpoint(options, session);
+    const absl::StatusOr<std::string> method = QuantizationMethod(options.file);
+    if (!method.ok()) return session->Fail(method.status());
+    return *method == kCompressedMethod ? ImportCompressed(options, session)
+                                        : ImportCheckpoint(options, session);
   }
   v1::ImportEncodingsRequest request;
   request.set_model(options.name.model);

@@ -12,11 +12,9 @@
 #include "absl/strings/strip.h"
 #include "client/cli/coded_input.h"
 #include "client/cli/session.h"
-#include "client/cpp/text_file.h"
 #include "client/files/coded_tensor.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
-#include "client/files/json.h"
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
 #include "client/models/model_config.h"
@@ -157,34 +155,25 @@ bool IsRead(const TensorInput& input, const std::string& path) {
 
 }  // namespace
 
-std::string QuantizationMethod(const std::string& path) {
-  const size_t slash = path.rfind('/');
-  const std::string folder = files::IsFolder(path) ? path
-                             : slash == std::string::npos
-                                 ? "."
-                                 : path.substr(0, slash + 1);
-  const auto read = [&folder](const char* name) {
-    const std::string text =
-        internal::ReadTextFile(files::PathIn(folder, name)).value_or("");
-    return files::ParseJson(text);
-  };
-  const Json document = read("config.json");
+absl::StatusOr<std::string> QuantizationMethod(const std::string& path) {
+  const absl::StatusOr<Json> document = ReadConfig(path, "config.json");
+  if (!document.ok()) return document.status();
   std::string key;
-  const Json* const found = FindQuantization(document, &key);
+  const Json* const found = FindQuantization(*document, &key);
   if (found != nullptr) return MethodIn(*found, key);
   for (const char* name : kPlainConfigFiles) {
-    const Json config = read(name);
-    if (config.is_object() &&
-        (config.contains("bits") || config.contains("w_bit"))) {
-      return MethodIn(config, name);
+    const absl::StatusOr<Json> config = ReadConfig(path, name);
+    if (!config.ok()) return config.status();
+    if (config->contains("bits") || config->contains("w_bit")) {
+      return MethodIn(*config, name);
     }
   }
-  const Json modelopt = read("hf_quant_config.json");
-  if (!modelopt.is_object() || !modelopt.contains("quantization")) return "";
-  const Json& config = modelopt["quantization"];
+  const absl::StatusOr<Json> modelopt =
+      ReadConfig(path, "hf_quant_config.json");
+  if (!modelopt.ok()) return modelopt.status();
+  const Json config = modelopt->value("quantization", Json());
   // Without an algorithm it has the cache alone.
-  return config.is_object() && config.contains("quant_algo") &&
-                 !config["quant_algo"].is_null()
+  return config.is_object() && !config.value("quant_algo", Json()).is_null()
              ? "modelopt"
              : "";
 }
@@ -199,14 +188,15 @@ absl::Status CheckPlain(const TensorInput& input, const std::string& path,
                             /*is_read=*/true, "");
     }
   }
-  const std::string method = files::IsFolder(path) || HasCodeMatrix(input)
-                                 ? QuantizationMethod(path)
-                                 : "";
-  if (!method.empty()) {
-    return QuantizedError(
-        path, "a tensor",
-        absl::StrCat(": its configuration says by ", files::QuotedName(method)),
-        IsRead(input, path), more);
+  if (files::IsFolder(path) || HasCodeMatrix(input)) {
+    const absl::StatusOr<std::string> method = QuantizationMethod(path);
+    if (!method.ok()) return method.status();
+    if (!method->empty()) {
+      return QuantizedError(path, "a tensor",
+                            absl::StrCat(": its configuration says by ",
+                                         files::QuotedName(*method)),
+                            IsRead(input, path), more);
+    }
   }
   return CheckNoCodes(input, path, more);
 }

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "client/models/tensor_input.h"
 
@@ -17,13 +18,14 @@ constexpr char kCompressedMethod[] = "compressed-tensors";
 // What config.json, quantize_config.json, quant_config.json or
 // hf_quant_config.json in a model's folder, or beside a file, says of how the
 // model is quantized; empty where they say nothing.
-std::string QuantizationMethod(const std::string& path);
+// Errors: of ReadConfig.
+absl::StatusOr<std::string> QuantizationMethod(const std::string& path);
 
 // Whether the input has plain tensors alone; what somebody has quantized is not
 // to be quantized again, scales and all. `path` is what the input was opened
 // as.
 // Errors: FILE_UNSUPPORTED, with what to do: `more` says what the command has
-// for it.
+// for it; those of ReadConfig.
 absl::Status CheckPlain(const TensorInput& input, const std::string& path,
                         absl::string_view more = "");
 // The same by the tensors alone.

@@ -25,8 +25,6 @@
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/quantize_outcome.h"
 #include "client/cpp/errors.h"
-#include "client/cpp/text_file.h"
-#include "client/files/json.h"
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
 #include "client/models/model_config.h"
@@ -404,11 +402,12 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
   }
   std::optional<StoredRanges> stored;
   if (client != nullptr) stored.emplace(options.name, client);
-  // What is wrong with config.json comes up where it is written.
-  const std::optional<AttentionRows> attention =
-      AttentionRowsOf(files::ParseJson(
-          internal::ReadTextFile(files::PathIn(options.input, kModelConfigName))
-              .value_or("")));
+  if (files::IsFolder(options.input)) {
+    absl::StatusOr<Json> config = ReadConfig(options.input, kModelConfigName);
+    if (!config.ok()) return config.status();
+    plan->config = *std::move(config);
+  }
+  const std::optional<AttentionRows> attention = AttentionRowsOf(plan->config);
   Schemes schemes;
   absl::flat_hash_set<const files::FileTensor*> ragged;
   for (const std::unique_ptr<Shard>& shard : plan->shards) {

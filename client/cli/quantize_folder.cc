@@ -105,11 +105,11 @@ absl::Status CopyFile(const std::string& from, const std::string& to) {
   return source.bad() ? files::FileUnreadableError(from, EIO) : file->Commit();
 }
 
-// Whether a config.json is of a compressed-tensors model.
-bool IsOfCompressed(const std::string& path) {
-  const Json document =
-      files::ParseJson(internal::ReadTextFile(path).value_or(""));
-  const Json* const config = FindQuantization(document);
+// Whether the config.json of a folder is of a compressed-tensors model.
+bool IsOfCompressed(const std::string& folder) {
+  const absl::StatusOr<Json> document = ReadConfig(folder, kModelConfigName);
+  if (!document.ok()) return false;
+  const Json* const config = FindQuantization(*document);
   return config != nullptr &&
          config->value("quant_method", Json()) == "compressed-tensors";
 }
@@ -144,10 +144,9 @@ absl::Status QuantizeFolder::Clear() {
   if (!plan_.weight_map.empty()) {
     paths.push_back(OutputPath(files::kShardIndexName));
   }
-  const std::string config = OutputPath(kModelConfigName);
   if (options_.IsCompressed() ||
-      (options_.output.force && IsOfCompressed(config))) {
-    paths.push_back(config);
+      (options_.output.force && IsOfCompressed(options_.output.path))) {
+    paths.push_back(OutputPath(kModelConfigName));
   }
   if (options_.output.force) {
     for (const std::string& name : FilesIn(options_.output.path)) {
@@ -318,33 +317,17 @@ std::vector<std::string> QuantizeFolder::IgnoredModules() const {
   return modules;
 }
 
-absl::StatusOr<Json> QuantizeFolder::ReadConfig() const {
-  if (!files::IsFolder(options_.input)) return Json::object();
-  const std::string path = files::PathIn(options_.input, kModelConfigName);
-  const absl::StatusOr<std::string> text = internal::ReadTextFile(path);
-  if (absl::IsNotFound(text.status())) return Json::object();
-  if (!text.ok()) return text.status();
-  Json config = files::ParseJson(*text);
-  if (!config.is_object()) {
-    return files::FileMalformedError(path, "expected a JSON object");
-  }
-  return config;
-}
-
 absl::Status QuantizeFolder::WriteConfig() const {
-  absl::StatusOr<Json> config = ReadConfig();
-  if (!config.ok()) return config.status();
   CompressedModel model(/*packs_all=*/false);
   for (const std::unique_ptr<Shard>& shard : plan_.shards) {
     model.Restore(shard->modules);
   }
-  RemoveQuantization(&*config);
-  (*config)["quantization_config"] =
+  Json config = plan_.config;
+  RemoveQuantization(&config);
+  config["quantization_config"] =
       model.Config(IgnoredModules(), plan_.kv_cache);
-  return WriteText(
-      OutputPath(kModelConfigName),
-      absl::StrCat(config->dump(2, ' ', false, Json::error_handler_t::replace),
-                   "\n"));
+  return WriteText(OutputPath(kModelConfigName),
+                   absl::StrCat(files::PythonJsonText(config), "\n"));
 }
 
 absl::Status QuantizeFolder::WriteIndex() const {

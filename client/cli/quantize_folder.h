@@ -66,9 +66,7 @@ class QuantizeFolder {
   absl::StatusOr<bool> CopyBeside(const std::string& name) const;
   // The modules whose matrix was left as it is.
   std::vector<std::string> IgnoredModules() const;
-  // The input's config.json; an empty object without one.
-  absl::StatusOr<Json> ReadConfig() const;
-  // Writes that with the schemes of the modules.
+  // The input's config.json with the schemes of the modules.
   absl::Status WriteConfig() const;
   absl::Status WriteIndex() const;
 

@@ -3,6 +3,8 @@
 #ifndef QUANTD_CLIENT_FILES_JSON_H_
 #define QUANTD_CLIENT_FILES_JSON_H_
 
+#include <string>
+
 #include "absl/strings/string_view.h"
 #include "nlohmann/json.hpp"
 
@@ -23,6 +25,21 @@ Json ParseJson(absl::string_view text) {
   return Json::parse(text.begin(), text.end(), nullptr,
                      /*allow_exceptions=*/false);
 }
+
+// JSON as Python's json writes and reads it, such as config.json of
+// transformers, may have NaN, Infinity and -Infinity in the place of numbers.
+// They become strings that no other program writes, as JSON has no such
+// numbers; PythonJsonText makes them what they were.
+std::string MarkPythonNumbers(absl::string_view text);
+
+// As ParseJson.
+template <typename Json = nlohmann::ordered_json>
+Json ParsePythonJson(absl::string_view text) {
+  return ParseJson<Json>(MarkPythonNumbers(text));
+}
+
+// The text of a value of ParsePythonJson, indented by 2.
+std::string PythonJsonText(const nlohmann::ordered_json& value);
 
 }  // namespace quantd::files
 

@@ -74,11 +74,11 @@ absl::StatusOr<ShardIndex> ReadShardIndex(const std::string& folder) {
   ShardIndex index;
   const absl::StatusOr<MappedFile> file = MappedFile::Open(path);
   if (!file.ok()) return file.status();
-  const auto document = ParseJson<nlohmann::json>(
+  const auto document = ParsePythonJson<nlohmann::json>(
       {reinterpret_cast<const char*>(file->bytes().data()),
        file->bytes().size()});
   if (!document.is_object()) {
-    return FileMalformedError(path, "expected a JSON object");
+    return FileMalformedError(path, "expected a JSON object in UTF-8");
   }
   const auto weight_map = document.find("weight_map");
   if (weight_map == document.end() || !weight_map->is_object() ||

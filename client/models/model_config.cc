@@ -1,5 +1,6 @@
 #include "client/models/model_config.h"
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -7,7 +8,12 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "client/cpp/tensor.h"
+#include "client/cpp/text_file.h"
+#include "client/files/errors.h"
+#include "client/files/json.h"
+#include "client/files/shard_index.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd {
@@ -43,6 +49,28 @@ int64_t NumberIn(const Json& place, const char* name) {
 }
 
 }  // namespace
+
+std::string ConfigPath(const std::string& path, absl::string_view name) {
+  if (files::IsFolder(path)) return files::PathIn(path, name);
+  const size_t slash = path.rfind('/');
+  return slash == std::string::npos
+             ? std::string(name)
+             : files::PathIn(path.substr(0, slash + 1), name);
+}
+
+absl::StatusOr<Json> ReadConfig(const std::string& path,
+                                absl::string_view name) {
+  const std::string config_path = ConfigPath(path, name);
+  const absl::StatusOr<std::string> text = internal::ReadTextFile(config_path);
+  if (absl::IsNotFound(text.status())) return Json::object();
+  if (!text.ok()) return text.status();
+  Json config = files::ParsePythonJson(*text);
+  if (!config.is_object()) {
+    return files::FileMalformedError(config_path,
+                                     "expected a JSON object in UTF-8");
+  }
+  return config;
+}
 
 const Json* FindQuantization(const Json& document, std::string* key) {
   for (const Json* const place : PlacesIn(document)) {

@@ -1,5 +1,5 @@
-// What config.json, as Hugging Face has it beside a model, says of how the
-// model is quantized, and of its attention.
+// What config.json and its like, as Hugging Face has them beside a model, say
+// of how the model is quantized, and of its attention.
 
 #ifndef QUANTD_CLIENT_MODELS_MODEL_CONFIG_H_
 #define QUANTD_CLIENT_MODELS_MODEL_CONFIG_H_
@@ -9,10 +9,21 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "client/cpp/tensor.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd {
+
+// Where the file of that name is of what `path` was opened as: in a model's
+// folder, or beside a file.
+std::string ConfigPath(const std::string& path, absl::string_view name);
+
+// The object in that file, of files::ParsePythonJson; an empty one where there
+// is no such file.
+// Errors: FILE_UNREADABLE, FILE_UNSUPPORTED, FILE_MALFORMED.
+absl::StatusOr<nlohmann::ordered_json> ReadConfig(const std::string& path,
+                                                  absl::string_view name);
 
 // The section of a config.json that says how the model is quantized, as an
 // object: "quantization_config" or "compression_config" of the document, or

@@ -22,11 +22,8 @@
 #include "absl/strings/strip.h"
 #include "absl/types/span.h"
 #include "client/cpp/element_bytes.h"
-#include "client/cpp/text_file.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
-#include "client/files/json.h"
-#include "client/files/shard_index.h"
 #include "client/models/model_config.h"
 #include "nlohmann/json.hpp"
 
@@ -130,13 +127,6 @@ struct Config {
   bool is_symmetric = false;
 };
 
-Json ReadObject(const std::string& folder, const char* name) {
-  const std::string text =
-      internal::ReadTextFile(files::PathIn(folder, name)).value_or("");
-  Json document = files::ParseJson(text);
-  return document.is_object() ? document : Json::object();
-}
-
 void TakeInteger(const Json& object, const char* key, int64_t* value) {
   const auto found = object.find(key);
   if (found != object.end() && found->is_number_integer()) {
@@ -180,23 +170,22 @@ void TakeConfig(const Json& object, Config* config) {
   }
 }
 
-Config ReadConfig(const std::string& path) {
-  const size_t slash = path.rfind('/');
-  const std::string folder = files::IsFolder(path) ? path
-                             : slash == std::string::npos
-                                 ? "."
-                                 : path.substr(0, slash + 1);
+absl::StatusOr<Config> ReadConfigs(const std::string& path) {
   Config config;
   for (const char* name : {"quant_config.json", "quantize_config.json"}) {
-    TakeConfig(ReadObject(folder, name), &config);
+    const absl::StatusOr<Json> plain = ReadConfig(path, name);
+    if (!plain.ok()) return plain.status();
+    TakeConfig(*plain, &config);
   }
-  const Json hugging_face = ReadObject(folder, "config.json");
-  const Json* const found = FindQuantization(hugging_face);
+  const absl::StatusOr<Json> hugging_face = ReadConfig(path, "config.json");
+  if (!hugging_face.ok()) return hugging_face.status();
+  const Json* const found = FindQuantization(*hugging_face);
   if (found != nullptr) TakeConfig(*found, &config);
-  if (config.method.empty() &&
-      ReadObject(folder, "hf_quant_config.json").contains("quantization")) {
-    config.method = "modelopt";
-  }
+  if (!config.method.empty()) return config;
+  const absl::StatusOr<Json> modelopt =
+      ReadConfig(path, "hf_quant_config.json");
+  if (!modelopt.ok()) return modelopt.status();
+  if (modelopt->contains("quantization")) config.method = "modelopt";
   return config;
 }
 
@@ -302,10 +291,11 @@ class ScaleFinder {
 // Reads the tensors of one input. Not thread-safe.
 class CheckpointReader {
  public:
-  CheckpointReader(const TensorInput& input, const std::string& path)
+  CheckpointReader(const TensorInput& input, const std::string& path,
+                   Config config)
       : input_(input),
         path_(path),
-        config_(ReadConfig(path)),
+        config_(std::move(config)),
         has_scaled_floats_(HasScaledFloats(input)) {}
 
   absl::StatusOr<std::vector<CodedTensor>> ReadAll() {
@@ -1069,7 +1059,9 @@ int64_t BlockSize(int64_t block, int64_t size) {
 
 absl::StatusOr<std::vector<CodedTensor>> ReadCheckpoint(
     const TensorInput& input, const std::string& path) {
-  return CheckpointReader(input, path).ReadAll();
+  absl::StatusOr<Config> config = ReadConfigs(path);
+  if (!config.ok()) return config.status();
+  return CheckpointReader(input, path, *std::move(config)).ReadAll();
 }
 
 absl::StatusOr<CodedTensor> CodedTensorOf(const QuantizedTensor& tensor,

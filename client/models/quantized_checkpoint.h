@@ -47,7 +47,7 @@ namespace quantd {
 // there are none. `path` is what it was opened as: its config.json,
 // quantize_config.json and hf_quant_config.json tell what tensors do not.
 // Errors: FILE_MALFORMED, with the tensor that is wrong or missing;
-// FILE_UNSUPPORTED.
+// FILE_UNSUPPORTED; those of ReadConfig.
 absl::StatusOr<std::vector<files::CodedTensor>> ReadCheckpoint(
     const TensorInput& input, const std::string& path);
 

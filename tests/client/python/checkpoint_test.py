@@ -106,6 +106,11 @@ def halves(rng, shape):
     return (rng.integers(1, 2048, shape) / 65536).astype(np.float16)
 
 
+# Numbers that Python's json has and JSON has not, and strings like them.
+NUMBERS = {"time_step_limit": [0.0, float("inf")], "low": -float("inf"),
+           "none": float("nan"), "said": '"Infinity", \\NaN', "eps": 1e-05}
+
+
 # Each gives tensors, config.json, files beside it, and what they stand for.
 
 
@@ -1009,7 +1014,7 @@ def test_WeightsThatWereTransformedAreNotRead(section, value, is_read, quantctl,
                                               client, tmp_path):
     tensors, _, _, reals = int8(np.random.default_rng(2))
     config = {**scheme(type="int", num_bits=8, strategy="channel"),
-              "dtype": "float32"}
+              "dtype": "float32", **NUMBERS}
     config["quantization_config"][section] = value
     folder, out = tmp_path / "model", tmp_path / "out"
     write_folder(folder, tensors, config)
@@ -1063,3 +1068,71 @@ def test_ZeroPointsAreThoseOfTheScheme(tensors, weights, reason, what, quantctl,
     with pytest.raises(quantd.QuantdError) as caught:
         dict(quantd.load(folder))
     assert caught.value.reason == reason and what in str(caught.value)
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("name", ["gptq_v2", "auto_round_auto_gptq"])
+def test_AConfigurationIsAsPythonReadsIt(name, mark, quantctl, client,
+                                         tmp_path):
+    tensors, config, beside, reals = make(name)
+    folder, out = tmp_path / "model", tmp_path / "out"
+    write_folder(folder, tensors, {**NUMBERS, **config}, beside)
+    for file in "config.json", "model.safetensors.index.json":
+        text = (folder / file).read_text()
+        (folder / file).write_text(mark + text, encoding="utf-8")
+    quantctl("dequantize", folder, "-o", tmp_path / "floats")
+    check(quantd.load(tmp_path / "floats"), reals)
+    check(quantd.load(folder), reals)
+    quantd.quantize_model(folder, tmp_path / "shards", requantizing.SPEC,
+                          client=client, requantize=True)
+    quantctl("quantize", folder, "-o", out, "--requantize", "--no-store",
+             "--scheme", "FP8_DYNAMIC")
+    text = (out / "config.json").read_text()
+    written = json.loads(text)
+    assert repr({key: written[key] for key in NUMBERS}) == repr(NUMBERS)
+    assert "\0" not in text and "\\u0000" not in text
+    # What it wrote is read again, and taken away.
+    assert len(quantd.load(out)) == len(reals)
+    quantctl("quantize", folder, "-o", out, "--requantize", "--no-store",
+             "--spec", "int8", "--force")
+    assert not (out / "config.json").exists()
+
+
+@pytest.mark.parametrize("text", [
+    b'{"a": 1', b'{"a": 1,}', '{"a": 1}'.encode("utf-16"), b"[]", b"",
+    b'{"a": "\xff"}', b'{"a": -NaN}'])
+@pytest.mark.parametrize("name", ["config.json", "quantize_config.json",
+                                  "quant_config.json", "hf_quant_config.json"])
+def test_AConfigurationThatIsNoneIsToldFirst(name, text, quantctl, client,
+                                             tmp_path):
+    plain = {"a.q_proj.weight": np.ones((4, 32), np.float32),
+             "b.weight": np.ones((4, 32), np.float32)}
+    tensors, _, _, _ = make("gptq4")
+    out = tmp_path / "out"
+    for content in plain, tensors:
+        folder = tmp_path / f"model{len(content)}"
+        write_folder(folder, content)
+        (folder / name).write_bytes(text)
+        commands = [("quantize", folder, "-o", out, "--spec", "int8"),
+                    ("quantize", folder, "-o", out, "--scheme", "FP8_DYNAMIC"),
+                    ("quantize", folder, "-o", out, "--requantize", "--scheme",
+                     "FP8_DYNAMIC"),
+                    ("dequantize", folder, "-o", out),
+                    ("evaluate", folder, "--spec", "int8"),
+                    ("sweep", folder, "--spec", "int8"),
+                    ("calibrate", folder, "--model", "m"),
+                    ("import", folder, "--model", "m"),
+                    ("report", folder, "-o", out)]
+        for command in commands:
+            said = quantctl(*command, code=FILE_ERROR)
+            assert "FILE_MALFORMED" in said and f"{folder}/{name}: " in said
+            assert "expected a JSON object in UTF-8" in said
+        for function, arguments in ((quantd.load, (folder,)),
+                                    (quantd.quantize_model,
+                                     (folder, out, "int8"))):
+            with pytest.raises(quantd.QuantdError) as caught:
+                function(*arguments, **({} if function is quantd.load else
+                                        {"client": client}))
+            assert caught.value.reason == "FILE_MALFORMED"
+            assert f"{folder}/{name}: " in str(caught.value)
+        assert not out.exists()

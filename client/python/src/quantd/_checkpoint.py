@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import json
 import math
 import os
 from typing import Any, Callable, Mapping, Optional, Sequence
@@ -142,24 +141,14 @@ def read_compressed(folder: str, tensors: Mapping[str, FileTensor],
     return parts
 
 
-def document(folder: str, name: str) -> dict[str, Any]:
-    """A JSON object beside tensors; empty where there is none."""
-    try:
-        with open(os.path.join(folder, name), encoding="utf-8") as file:
-            found = json.load(file)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _config_of(path: str) -> dict[str, Any]:
     folder = path if os.path.isdir(path) else os.path.dirname(path)
     config: dict[str, Any] = {}
     for name in _CONFIGS:
-        config.update(document(folder, name))
+        config.update(_files.read_config(folder, name))
     config.update(_compressed.quantization_in(
-        document(folder, "config.json"))[1])
-    if "quantization" in document(folder, "hf_quant_config.json"):
+        _files.read_config(folder, "config.json"))[1])
+    if "quantization" in _files.read_config(folder, "hf_quant_config.json"):
         config.setdefault("quant_method", "modelopt")
     return config
 

@@ -48,12 +48,9 @@ def quantization_in(document: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 def method_of(folder: str) -> str:
     """What config.json says of how a model is quantized, empty where nothing.
 
-    Raises: FILE_MALFORMED.
+    Raises: FILE_UNREADABLE, FILE_MALFORMED.
     """
-    path = os.path.join(folder, "config.json")
-    if not os.path.exists(path):
-        return ""
-    key, config = quantization_in(_files.read_json(path))
+    key, config = quantization_in(_files.read_config(folder, "config.json"))
     method = config.get("quant_method")
     if method is None and key == "compression_config":
         # Its own.
@@ -70,7 +67,7 @@ class Model:
         self._path = folder
         self._tensors = tensors
         self._metadata = metadata
-        document = _files.read_json(os.path.join(folder, "config.json"))
+        document = _files.read_config(folder, "config.json")
         self._element_type = next(
             (place[key] for place in (document, *map(document.get, _MODELS))
              if isinstance(place, dict) for key in ("dtype", "torch_dtype")

@@ -133,18 +133,28 @@ def read_text(path: str) -> str:
     except OSError as error:
         raise unreadable(path, error) from error
     except ValueError as error:
-        raise malformed(path, str(error)) from error
+        raise malformed(path, f"expected text in UTF-8: {error}") from error
 
 
 def read_json(path: str) -> dict[str, Any]:
     """A JSON object. Raises: FILE_UNREADABLE, FILE_MALFORMED."""
     try:
-        document = json.loads(read_text(path))
+        document = json.loads(read_text(path).removeprefix("\ufeff"))
     except (ValueError, RecursionError) as error:
-        raise malformed(path, f"expected a JSON object: {error}") from error
+        raise malformed(
+            path, f"expected a JSON object in UTF-8: {error}") from error
     if not isinstance(document, dict):
-        raise malformed(path, "expected a JSON object")
+        raise malformed(path, "expected a JSON object in UTF-8")
     return document
+
+
+def read_config(folder: str, name: str) -> dict[str, Any]:
+    """A JSON object beside tensors; an empty one where there is no such file.
+
+    Raises: FILE_UNREADABLE, FILE_MALFORMED.
+    """
+    path = os.path.join(folder, name)
+    return read_json(path) if os.path.exists(path) else {}
 
 
 def to_json(document: Any, indent: Optional[int] = None) -> str:

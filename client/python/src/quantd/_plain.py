@@ -82,7 +82,9 @@ def open_plain(path: str, requantize: Optional[bool] = None
 
 def _is_read(path: str, tensors: Mapping[str, FileTensor],
              files: Sequence[InputFile]) -> bool:
-    """Whether quantd reads what other programs have quantized."""
+    """Whether quantd reads what other programs have quantized. Raises: what is
+    wrong with the configuration."""
+    _method_of(path)
     try:
         return bool(_read_coded(path, tensors, files))
     except errors.QuantdError:
@@ -101,12 +103,12 @@ def _method_of(path: str) -> str:
     if method:
         return method
     for name in ("quantize_config.json", "quant_config.json"):
-        config = _checkpoint.document(folder, name)
+        config = _files.read_config(folder, name)
         if "bits" in config or "w_bit" in config:
             found = config.get("quant_method")
             return found if isinstance(found, str) else name
     # Without an algorithm it has the cache alone.
-    modelopt = _checkpoint.document(folder, "hf_quant_config.json").get(
+    modelopt = _files.read_config(folder, "hf_quant_config.json").get(
         "quantization")
     return "modelopt" if isinstance(modelopt, dict) and (
         modelopt.get("quant_algo") is not None) else ""
