@@ -225,6 +225,22 @@ class ModuleReader {
     return absl::OkStatus();
   }
 
+  // Whether no code lies in two words. `fits` says whether the shape is that of
+  // codes without gaps too: then the bits that would be padding tell.
+  static bool IsPadded(const files::FileTensor& packed, int64_t rows,
+                       int64_t columns, int bits, bool fits) {
+    const int per_word = 32 / bits;
+    const std::vector<int64_t> shape = {
+        rows, columns / per_word + (columns % per_word != 0)};
+    if (packed.shape != shape) return false;
+    if (!fits) return true;
+    const int code_bits = per_word * bits;
+    return code_bits < 32 && rows > 0 && columns > per_word &&
+           absl::c_all_of(
+               CopiedElements<uint32_t>(packed),
+               [code_bits](uint32_t word) { return word >> code_bits == 0; });
+  }
+
   absl::Status ReadPacked(const std::string& module, int bits,
                           const files::FileTensor& packed,
                           const files::FileTensor* shape,
@@ -244,9 +260,18 @@ class ModuleReader {
     const absl::StatusOr<int64_t> count = ElementCount(tensor->shape);
     const int64_t rows = tensor->shape[0];
     const int64_t columns = tensor->shape[1];
-    if (!count.ok() || packed.dtype != files::Dtype::kI32 ||
-        packed.shape !=
-            std::vector<int64_t>{rows, PackedWords(columns, bits)}) {
+    const bool is_packed = count.ok() && packed.dtype == files::Dtype::kI32;
+    const bool has_all =
+        packed.shape == std::vector<int64_t>{rows, PackedWords(columns, bits)};
+    if (is_packed && IsPadded(packed, rows, columns, bits, has_all)) {
+      return files::FileUnsupportedError(
+          path_, absl::StrCat("module \"", module, "\": weight_packed has ",
+                              32 / bits, " codes of ", bits,
+                              " bits in each word and padding, as old versions "
+                              "of compressed-tensors packed them; only codes "
+                              "without gaps are read"));
+    }
+    if (!is_packed || !has_all) {
       return Malformed(
           module,
           absl::StrCat("expected a weight_packed of I32 that holds ", bits,

@@ -1136,3 +1136,24 @@ def test_AConfigurationThatIsNoneIsToldFirst(name, text, quantctl, client,
             assert caught.value.reason == "FILE_MALFORMED"
             assert f"{folder}/{name}: " in str(caught.value)
         assert not out.exists()
+
+
+@pytest.mark.parametrize("bits, columns, words", [
+    (3, 64, 7), (5, 64, 11), (6, 64, 13), (7, 64, 16),
+    # As many words as without gaps.
+    (3, 20, 2)])
+def test_CodesWithPaddingAreNotRead(bits, columns, words, quantctl, tmp_path):
+    folder = tmp_path / "model"
+    write_folder(folder, {
+        "a.weight_packed": np.full((8, words), (1 << 28) - 1, np.int32),
+        "a.weight_shape": np.array([8, columns]),
+        "a.weight_scale": np.ones((8, 1), np.float16)},
+                 scheme(type="int", num_bits=bits, strategy="channel"))
+    told = f"{32 // bits} codes of {bits} bits in each word and padding"
+    said = quantctl("dequantize", folder, "-o", tmp_path / "x",
+                    code=FILE_ERROR)
+    assert "FILE_UNSUPPORTED" in said and told in said
+    with pytest.raises(quantd.QuantdError) as caught:
+        dict(quantd.load(folder))
+    assert caught.value.reason == "FILE_UNSUPPORTED"
+    assert told in str(caught.value)

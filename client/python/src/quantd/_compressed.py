@@ -258,8 +258,15 @@ class Model:
     def _packed(self, module: str, packed: FileTensor, format_name: str,
                 shape: tuple[int, ...]) -> Array:
         bits = format_info(format_name).bits
-        if min(shape) < 0 or packed.dtype != "I32" or (
-                packed.shape != (shape[0], -(-shape[1] * bits // 32))):
+        is_packed = min(shape) >= 0 and packed.dtype == "I32"
+        has_all = packed.shape == (shape[0], -(-shape[1] * bits // 32))
+        if is_packed and _is_padded(packed, shape, bits, has_all):
+            raise _files.unsupported(
+                self._path, f"module {module!r}: weight_packed has {32 // bits}"
+                f" codes of {bits} bits in each word and padding, as old "
+                "versions of compressed-tensors packed them; only codes "
+                "without gaps are read")
+        if not is_packed or not has_all:
             raise self._malformed(
                 module, f"expected a weight_packed of I32 that holds {bits} "
                 f"bits for each of {list(shape)}")
@@ -394,6 +401,20 @@ def _targets(target: str, module: str, path: str) -> bool:
                 path, f"the target {target!r}: {error}") from error
     # The file does not say what class a module is.
     return target == module or target in _CLASSES
+
+
+def _is_padded(packed: FileTensor, shape: tuple[int, ...], bits: int,
+               fits: bool) -> bool:
+    """Whether no code lies in two words. `fits` says whether the shape is that
+    of codes without gaps too: then the bits that would be padding tell."""
+    per_word = 32 // bits
+    if packed.shape != (shape[0], -(-shape[1] // per_word)):
+        return False
+    if not fits:
+        return True
+    code_bits = per_word * bits
+    return code_bits < 32 and shape[0] > 0 and shape[1] > per_word and not (
+        packed.array().view(np.uint32) >> code_bits).any()
 
 
 def unpack_rows(words: Array, bits: int, count: int) -> Array:
