@@ -656,6 +656,47 @@ def test_OfDamagedFilesOnlyErrorsOfTheClientCome(tmp_path, suffix):
     assert refused > 500
 
 
+@pytest.mark.parametrize("extension", [
+    "npz", "onnx", "pt", "PTH", "bin", "h5", "pkl", "json", "html", "csv",
+    "zip"])
+def test_NoNameOfAnotherFormatIsWritten(extension, quantctl, client, tmp_path):
+    weight = {"a.weight": np.ones((4, 32), np.float32)}
+    source, out = tmp_path / "x.safetensors", tmp_path / f"x.{extension}"
+    quantd.save(source, weight)
+    os.mkdir(tmp_path / "model")
+    quantd.save(tmp_path / "model/model.safetensors", weight)
+    told = "expected a name that ends with .safetensors, got "
+    assert told in quantctl("quantize", source, "-o", out, "--spec", "int8",
+                            code=2)
+    for call, arguments in ((quantd.save, (out, weight)),
+                            (quantd.quantize_model, (source, out, "int8"))):
+        with pytest.raises(quantd.QuantdError, match=told) as caught:
+            call(*arguments, **({} if call is quantd.save else
+                                {"client": client}))
+        assert caught.value.reason == "ARGUMENT_INVALID"
+    quantctl("quantize", tmp_path / "model", "-o", out, "--spec", "int8",
+             code=2)
+    assert raised(quantd.quantize_model, tmp_path / "model", out, "int8",
+                  client=client) == "ARGUMENT_INVALID"
+    assert not out.exists()
+
+
+def test_TextIsUnicode(tmp_path):
+    weight = np.ones((4, 32), np.float32)
+    path = tmp_path / "x.safetensors"
+    for suffix in ".safetensors", ".gguf":
+        assert raised(quantd.save, tmp_path / ("x" + suffix),
+                      {"a\ud800": weight}) == "ARGUMENT_INVALID"
+    for metadata in {"a\udc00": "b"}, {"a": "\ud800"}:
+        assert raised(quantd.save, path, {"a": weight},
+                      metadata=metadata) == "ARGUMENT_INVALID"
+    assert not list(tmp_path.iterdir())
+    for text in ('{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
+                 '{"__metadata__":{"a":"\\udc00"}}'):
+        path.write_bytes(len(text).to_bytes(8, "little") + text.encode())
+        assert raised(quantd.load, path) == "FILE_MALFORMED"
+
+
 def test_ShardsWithoutAnIndexAreNoModel(quantctl, tmp_path):
     """Nobody knows whether they are all, and of one model."""
     folder = tmp_path / "model"

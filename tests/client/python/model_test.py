@@ -60,6 +60,27 @@ def raised(call, *arguments, **keywords):
     return caught.value.reason
 
 
+@pytest.mark.parametrize("name", ["model", "model/model.safetensors"])
+def test_ItIsAnErrorIfNothingIsQuantized(name, tmp_path, quantctl, client):
+    told = "nothing is quantized: {} has all tensors as they were"
+    (tmp_path / "model").mkdir()
+    quantd.save(tmp_path / "model/model.safetensors",
+                {"a": np.zeros((0, 4)), "v": np.ones(7)})
+    source, by_quantctl, by_python = (tmp_path / part for part in (
+        name, "a", "b"))
+    said = quantctl("quantize", source, "-o", by_quantctl, "--no-store",
+                    "--spec", "int8", code=1)
+    assert told.format(by_quantctl) in said
+    with pytest.raises(quantd.QuantdError) as caught:
+        quantd.quantize_model(source, by_python, "int8", client=client)
+    assert caught.value.reason == "ARGUMENT_INVALID"
+    assert told.format(by_python) in str(caught.value)
+    assert by_python.exists()
+    # A part alone may have nothing to do.
+    quantd.quantize_model(source, tmp_path / "c", "int8", client=client,
+                          part="0/2")
+
+
 SPECS = {"*q_proj*": "int4:group:32:asymmetric", "*.1.*": "nvfp4",
          "*": "int8:per-channel:mse"}
 

@@ -25,6 +25,8 @@ from quantd.tensor import Array
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_OTHER_EXTENSIONS = (".npy", ".npz", ".gguf", ".onnx", ".pt", ".pth", ".bin",
+                     ".h5", ".pkl", ".json", ".html", ".csv", ".zip")
 _METADATA = "__metadata__"
 _MOST_HEADER_BYTES = 100_000_000
 _COPY_BYTES = 1 << 24
@@ -123,6 +125,15 @@ def size_of(dtype: str, shape: Iterable[int]) -> int:
     bits = PACKED_BITS.get(dtype, 8 * DTYPES[dtype].itemsize)
     size, rest = divmod(math.prod(shape) * bits, 8)
     return -1 if rest else size
+
+
+def is_unicode(text: str) -> bool:
+    """Whether files can have it: no half of a pair of surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_text(path: str) -> str:
@@ -381,6 +392,8 @@ def open_safetensors(path: str) -> InputFile:
     if not isinstance(metadata, dict) or not all(
             isinstance(value, str) for value in metadata.values()):
         raise malformed(path, "expected metadata of strings")
+    if not is_unicode("".join([*header, *metadata, *metadata.values()])):
+        raise malformed(path, "expected names and metadata in Unicode")
     first = 8 + length
     tensors = sorted((_entry(path, name, entry)
                       for name, entry in header.items()),
@@ -665,6 +678,19 @@ def open_folder(folder: str) -> list[InputFile]:
 
 def _folder_of(path: str) -> str:
     return os.path.dirname(path) or "."
+
+
+def stands_for_another_format(path: str) -> bool:
+    """Whether the name of a file says that it is not of safetensors."""
+    return path.lower().endswith(_OTHER_EXTENSIONS)
+
+
+def check_extension(path: str, field: str) -> None:
+    """Of a safetensors file. Raises: ARGUMENT_INVALID."""
+    if stands_for_another_format(path):
+        raise errors.argument_invalid(
+            "expected a name that ends with .safetensors, got " + repr(path),
+            field)
 
 
 def check_writable(path: str, overwrite: bool) -> None:

@@ -241,6 +241,7 @@ def save(path: Path,
             "expected gguf_metadata, gguf_types and importance with a .gguf "
             "file", "path")
     _check_metadata(metadata or {})
+    _files.check_extension(path, "path")
     with _files.SafetensorsWriter(path, overwrite) as writer:
         for number, (name, tensor) in enumerate(pairs):
             _check_name(name)
@@ -261,6 +262,10 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
             raise errors.argument_invalid(
                 f"expected metadata of strings, got {value!r} for {key!r}",
                 "metadata")
+        if not _files.is_unicode(key + value):
+            raise errors.argument_invalid(
+                f"expected metadata in Unicode, got {value!r} for {key!r}",
+                "metadata")
         if key.startswith(_layout.KEY_PREFIX):
             raise errors.argument_invalid(
                 f"the key {key!r} is that of a quantized tensor", "metadata")
@@ -270,6 +275,9 @@ def _check_name(name: object) -> None:
     if not isinstance(name, str):
         raise errors.argument_invalid(
             f"expected a name, got {type(name).__name__}", "tensors")
+    if not _files.is_unicode(name):
+        raise errors.argument_invalid(
+            f"expected a name in Unicode, got {name!r}", "tensors")
 
 
 def _gguf_items(path: str, pairs: Iterable[tuple[str, FileValue]],

@@ -249,9 +249,10 @@ def quantize_model(
     name in the target's folder: a model may be larger than memory.
 
     Raises: the error of a tensor, and then nothing is written, in a folder not
-        that tensor's shard; FILE_EXISTS, FILE_UNREADABLE, FILE_UNWRITABLE,
-        FILE_MALFORMED, FILE_UNSUPPORTED, ARGUMENT_INVALID; FILE_CHANGED for a
-        source that is changed or cut short while it is read.
+        that tensor's shard; ARGUMENT_INVALID where nothing is quantized, once
+        the target has all tensors as they were; FILE_EXISTS, FILE_UNREADABLE,
+        FILE_UNWRITABLE, FILE_MALFORMED, FILE_UNSUPPORTED, ARGUMENT_INVALID;
+        FILE_CHANGED for a source that is changed or cut short while it is read.
     """
     if nan_policy not in _NAN_POLICIES:
         raise errors.argument_invalid(
@@ -495,15 +496,17 @@ class _Run:
                 f"expected a target other than the source, got "
                 f"{self._target!r}", "target")
         if not self._is_folder:
-            if os.path.isdir(self._target) or self._target.endswith(
-                    ("/", ".npy", ".gguf")):
+            if os.path.isdir(self._target) or self._target.endswith("/"):
                 raise errors.argument_invalid(
                     "expected the name of a safetensors file, got "
                     f"{self._target!r}", "target")
+            _files.check_extension(self._target, "target")
             _files.check_writable(self._target, self._overwrite)
             self._shards[0].overwrite = self._overwrite
-        elif os.path.lexists(self._target) and (
-                not os.path.isdir(self._target)):
+        elif not os.path.isdir(self._target) and (
+                os.path.lexists(self._target) or
+                _files.stands_for_another_format(self._target) or
+                self._target.lower().endswith(".safetensors")):
             raise errors.argument_invalid(
                 f"expected the name of a folder, got {self._target!r}",
                 "target")
@@ -768,6 +771,11 @@ class _Run:
                 self._write_index()
             if self._store:
                 self._publish()
+            if not any(outcome.is_quantized or outcome.error is not None
+                       for outcome in self._outcomes.values()):
+                raise errors.argument_invalid(
+                    f"nothing is quantized: {self._target} has all tensors as "
+                    "they were", "specs")
         return self._result()
 
     def _write_target(self, target: _Target, progress: Progress) -> None:
