@@ -2,12 +2,17 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 
 namespace quantd::files {
 
@@ -54,6 +59,22 @@ absl::Status FileChangedError(absl::string_view path,
       absl::StrCat("FILE_CHANGED: ", path, of_tensor,
                    " was changed while it was read; nothing that was made of "
                    "it is kept"));
+}
+
+std::string GotInstead(absl::Span<const uint8_t> bytes) {
+  constexpr size_t kMostBytes = 40;
+  const absl::string_view begin(reinterpret_cast<const char*>(bytes.data()),
+                                std::min(bytes.size(), kMostBytes));
+  if (absl::StartsWith(begin, "version https://git-lfs")) {
+    return ", got a pointer of git-lfs; `git lfs pull` gets the file";
+  }
+  const bool is_text = !begin.empty() && absl::c_all_of(begin, [](char c) {
+    return absl::ascii_isprint(static_cast<unsigned char>(c)) ||
+           absl::ascii_isspace(static_cast<unsigned char>(c));
+  });
+  return is_text
+             ? absl::StrCat(", got text that begins with ", QuotedName(begin))
+             : "";
 }
 
 std::string QuotedName(absl::string_view name) {

@@ -5,10 +5,12 @@
 #ifndef QUANTD_CLIENT_FILES_ERRORS_H_
 #define QUANTD_CLIENT_FILES_ERRORS_H_
 
+#include <cstdint>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 
 namespace quantd::files {
 
@@ -39,6 +41,10 @@ absl::Status FileIncompleteError(absl::string_view path,
 // The file was changed while it was read. `tensor` is one that it does not have
 // any more as it was; it may be empty. ABORTED / FILE_CHANGED.
 absl::Status FileChangedError(absl::string_view path, absl::string_view tensor);
+
+// For a file that does not begin as its format demands: ", got " and what it
+// is, where that can be told; otherwise empty.
+std::string GotInstead(absl::Span<const uint8_t> bytes);
 
 // A name from a file for an error's text: in quotes, escaped so that no file
 // can write to the terminal, and cut after about 200 bytes, between two

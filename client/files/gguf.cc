@@ -110,7 +110,8 @@ class GgufHeaderParser {
     uint64_t pair_count = 0;
     if (!cursor_.Read(&magic) ||
         std::memcmp(bytes_.data(), kGgufMagic.data(), kGgufMagic.size()) != 0) {
-      return Malformed("expected a file that begins with GGUF");
+      return Malformed(absl::StrCat("expected a file that begins with GGUF",
+                                    GotInstead(bytes_)));
     }
     if (!cursor_.Read(&version)) return CutShort("the version");
     if (version != 2 && version != 3) {

@@ -67,8 +67,9 @@ std::string MarkPythonNumbers(absl::string_view text) {
     } else {
       if (text[0] == '"') is_in_string = !is_in_string;
       // What is escaped ends no string.
-      if (is_in_string && text[0] == '\\')
+      if (is_in_string && text[0] == '\\') {
         size = std::min<size_t>(2, text.size());
+      }
       absl::StrAppend(&marked, text.substr(0, size));
     }
     text.remove_prefix(size);

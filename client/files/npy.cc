@@ -196,8 +196,9 @@ absl::StatusOr<NpyReader> NpyReader::Open(const std::string& path) {
                                bytes.size());
   const size_t version_at = kNpyMagic.size();
   if (!absl::StartsWith(text, kNpyMagic) || text.size() < version_at + 4) {
-    return FileMalformedError(path,
-                              "expected a file that begins with \\x93NUMPY");
+    return FileMalformedError(
+        path, absl::StrCat("expected a file that begins with \\x93NUMPY",
+                           GotInstead(bytes)));
   }
   const int major = bytes[version_at];
   const int minor = bytes[version_at + 1];

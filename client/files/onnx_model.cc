@@ -558,7 +558,9 @@ absl::StatusOr<OnnxModel> OnnxModel::Open(const std::string& path) {
   if (bytes.size() > INT32_MAX ||
       !model.ParseFromArray(bytes.data(), static_cast<int>(bytes.size())) ||
       !model.has_graph()) {
-    return FileMalformedError(path, "expected an ONNX model below 2 GiB");
+    return FileMalformedError(
+        path,
+        absl::StrCat("expected an ONNX model below 2 GiB", GotInstead(bytes)));
   }
   onnx::GraphProto& main = *model.mutable_graph();
   MoveConstants(&main);

@@ -293,6 +293,11 @@ absl::StatusOr<SafetensorsReader> SafetensorsReader::Open(
   absl::StatusOr<MappedFile> file = MappedFile::Open(path);
   if (!file.ok()) return file.status();
   const absl::Span<const uint8_t> bytes = file->bytes();
+  // No header is as long as eight characters of text would say.
+  if (const std::string got = GotInstead(bytes); !got.empty()) {
+    return FileMalformedError(path,
+                              absl::StrCat("expected a safetensors file", got));
+  }
   if (bytes.size() < kSafetensorsLengthBytes) {
     return FileMalformedError(
         path, absl::StrCat("expected at least 8 bytes, got ", bytes.size()));

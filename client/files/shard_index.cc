@@ -14,6 +14,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "client/files/atomic_file.h"
 #include "client/files/errors.h"
@@ -24,11 +25,38 @@
 namespace quantd::files {
 namespace {
 
+// Of files that are read.
+constexpr absl::string_view kTensorExtensions[] = {".safetensors", ".npy",
+                                                   ".gguf", ".onnx"};
+
 // A name in the folder itself.
 bool IsShardName(absl::string_view name) {
   return absl::EndsWith(name, ".safetensors") &&
          !absl::StrContains(name, '/') && !absl::StartsWith(name, ".") &&
          !absl::StrContains(name, '\0');
+}
+
+// Files of tensors in a folder and in the folders in it, by their paths from
+// there, in order.
+std::set<std::string> TensorFilesIn(const std::string& folder) {
+  std::set<std::string> files;
+  std::error_code error;
+  const std::filesystem::recursive_directory_iterator end;
+  for (std::filesystem::recursive_directory_iterator entry(
+           folder, std::filesystem::directory_options::skip_permission_denied,
+           error);
+       !error && entry != end; entry.increment(error)) {
+    const std::string name = entry->path().filename();
+    if (entry.depth() > 0 || absl::StartsWith(name, ".")) {
+      entry.disable_recursion_pending();
+    }
+    if (absl::StartsWith(name, ".")) continue;
+    for (const absl::string_view extension : kTensorExtensions) {
+      if (!absl::EndsWithIgnoreCase(name, extension)) continue;
+      files.insert(entry->path().lexically_relative(folder).string());
+    }
+  }
+  return files;
 }
 
 // Of a folder without an index.
@@ -39,21 +67,18 @@ absl::StatusOr<ShardIndex> SingleShard(const std::string& folder) {
   if (stat(PathIn(folder, kSingleShardName).c_str(), &status) == 0) {
     return index;
   }
-  std::set<std::string> shards;
-  std::error_code error;
-  const std::filesystem::directory_iterator end;
-  for (std::filesystem::directory_iterator entry(folder, error);
-       !error && entry != end; entry.increment(error)) {
-    const std::string name = entry->path().filename();
-    if (IsShardName(name)) shards.insert(name);
-  }
-  if (shards.empty()) return index;
+  const std::set<std::string> files = TensorFilesIn(folder);
   return FileMalformedError(
       folder,
-      absl::StrCat("expected ", kSingleShardName, ", or ", kShardIndexName,
-                   ", which tells the files of a model, got ", shards.size(),
-                   " other .safetensors files, such as ",
-                   absl::Utf8SafeCHexEscape(*shards.begin())));
+      absl::StrCat(
+          "expected ", kSingleShardName, ", or ", kShardIndexName,
+          ", which tells the files of a model, got ",
+          files.empty()
+              ? absl::StrCat("no ", absl::StrJoin(kTensorExtensions, ", "),
+                             " file")
+              : absl::StrCat(files.size(), " other files of tensors, such as ",
+                             absl::Utf8SafeCHexEscape(*files.begin()),
+                             "; to take one, give the file itself")));
 }
 
 }  // namespace

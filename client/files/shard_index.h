@@ -37,8 +37,8 @@ bool IsFolder(const std::string& path);
 std::string PathIn(absl::string_view folder, absl::string_view name);
 
 // Errors: FILE_UNREADABLE, FILE_MALFORMED (also names that lead out of the
-// folder, and shards without an index, as those of a model that is being
-// written).
+// folder, and neither of the two files above, as in the folder of a model that
+// is being written: it tells the files of tensors that are there).
 absl::StatusOr<ShardIndex> ReadShardIndex(const std::string& folder);
 
 // Errors: FILE_EXISTS, FILE_UNWRITABLE.

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <string>
 
 namespace quantd::files {
@@ -39,6 +40,21 @@ TEST(QuotedNameTest, CutsBetweenCharacters) {
 // What is no UTF-8 at all ends nevertheless.
 TEST(QuotedNameTest, CutsBytesThatNoCharacterBeginsWith) {
   EXPECT_EQ(QuotedName(std::string(300, '\x80')), "\"...\"");
+}
+
+TEST(GotInsteadTest, TellsWhatItKnows) {
+  const auto got = [](const std::string& text) {
+    return GotInstead(
+        {reinterpret_cast<const uint8_t*>(text.data()), text.size()});
+  };
+  EXPECT_EQ(got("version https://git-lfs.github.com/spec/v1\noid"),
+            ", got a pointer of git-lfs; `git lfs pull` gets the file");
+  EXPECT_EQ(got("404"), ", got text that begins with \"404\"");
+  EXPECT_EQ(got(std::string(40, 'a') + '\0'),
+            ", got text that begins with \"" + std::string(40, 'a') + "\"");
+  EXPECT_EQ(got(""), "");
+  EXPECT_EQ(got(std::string("GGUF\0", 5)), "");
+  EXPECT_EQ(got("caf\xc3\xa9"), "");
 }
 
 }  // namespace

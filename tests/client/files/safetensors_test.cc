@@ -182,7 +182,7 @@ std::vector<Malformed> MalformedFiles() {
   for (int i = 0; i < 200'000; ++i) deep += "[";
   return {
       {"Empty", "", "at least 8 bytes, got 0"},
-      {"SevenBytes", "1234567", "at least 8 bytes, got 7"},
+      {"SevenBytes", std::string(7, '\1'), "at least 8 bytes, got 7"},
       {"OnlyLength", Length(2), "header of 2 bytes, got 0"},
       {"NoHeader", Length(0), "begins with {"},
       {"HeaderCutOff", Length(100) + "{}", "header of 100 bytes, got 2"},

@@ -32,6 +32,7 @@ class ShardIndexTest : public ::testing::Test {
 };
 
 TEST_F(ShardIndexTest, AFolderWithoutOneHasOneFile) {
+  directory_.Write(kSingleShardName, "");
   const auto index = ReadShardIndex(directory_.path());
   ASSERT_TRUE(index.ok()) << index.status();
   EXPECT_THAT(index->shards, ElementsAre(kSingleShardName));
@@ -41,9 +42,15 @@ TEST_F(ShardIndexTest, AFolderWithoutOneHasOneFile) {
 TEST_F(ShardIndexTest, OfShardsWithoutOneNobodyKnowsWhetherTheyAreAll) {
   directory_.Write("model-00001-of-00002.safetensors", "");
   EXPECT_THAT(std::string(ReadShardIndex(directory_.path()).status().message()),
-              HasSubstr("got 1 other .safetensors files"));
+              HasSubstr("got 1 other files of tensors"));
   directory_.Write(kSingleShardName, "");
   EXPECT_TRUE(ReadShardIndex(directory_.path()).ok());
+}
+
+TEST_F(ShardIndexTest, ItsMetadataMayHaveNumbersOfPython) {
+  EXPECT_TRUE(Read(R"({"metadata": {"total_size": NaN},
+                       "weight_map": {"a": "z.safetensors"}})")
+                  .ok());
 }
 
 TEST_F(ShardIndexTest, NamesEachFileOnce) {

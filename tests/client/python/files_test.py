@@ -697,6 +697,78 @@ def test_TextIsUnicode(tmp_path):
         assert raised(quantd.load, path) == "FILE_MALFORMED"
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".npy", ".gguf"])
+@pytest.mark.parametrize("content, told", [
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 5\n",
+     "got a pointer of git-lfs; `git lfs pull` gets the file"),
+    (b"<!DOCTYPE html>\n<html><body>404</body></html>",
+     "got text that begins with "), (b"404: Not Found", "got text that begins with ")])
+def test_WhatIsNoFileOfTensorsIsToldAsWhatItIs(suffix, content, told, quantctl,
+                                               tmp_path):
+    path = tmp_path / ("x" + suffix)
+    path.write_bytes(content)
+    said = quantctl("quantize", path, "-o", tmp_path / "out.safetensors",
+                    "--spec", "int8", code=4)
+    assert "FILE_MALFORMED" in said and told in said
+    with pytest.raises(quantd.QuantdError) as caught:
+        quantd.load(path)
+    assert caught.value.reason == "FILE_MALFORMED"
+    assert told in str(caught.value)
+
+
+def test_WhatIsNotReadIsToldAsQuantctlTellsIt(quantctl, tmp_path):
+    rows = np.ones((4, 32), np.float32)
+    np.save(tmp_path / "fortran.npy", np.asfortranarray(rows))
+    np.save(tmp_path / "big.npy", rows.astype(">f4"))
+    (tmp_path / "empty.npy").write_bytes(b"")
+    (tmp_path / "object.npy").write_bytes(b"\x80\x04K\x01.")
+    (tmp_path / "big.gguf").write_bytes(b"GGUF" + (3).to_bytes(4, "big") +
+                                        bytes(16))
+    (tmp_path / "old.gguf").write_bytes(b"GGUF" + (1).to_bytes(4, "little") +
+                                        bytes(16))
+    for name, reason, told in (
+            ("fortran.npy", "FILE_UNSUPPORTED",
+             "expected C order, got fortran_order; save "
+             "numpy.ascontiguousarray(array)"),
+            ("big.npy", "FILE_UNSUPPORTED", "1 to 8 bytes, got "),
+            ("empty.npy", "FILE_MALFORMED", "empty.npy: "),
+            ("object.npy", "FILE_MALFORMED",
+             "expected a file that begins with \\x93NUMPY"),
+            ("big.gguf", "FILE_UNSUPPORTED",
+             "expected a little-endian file, got a big-endian one"),
+            ("old.gguf", "FILE_UNSUPPORTED", "expected version 2 or 3, got 1")):
+        said = quantctl("evaluate", tmp_path / name, "--spec", "int8", code=4)
+        assert reason in said and told in said
+        with pytest.raises(quantd.QuantdError) as caught:
+            quantd.load(tmp_path / name)
+        assert caught.value.reason == reason and told in str(caught.value)
+        assert "pickle" not in str(caught.value)
+
+
+@pytest.mark.parametrize("names, told", [
+    (["unet/diffusion_pytorch_model.safetensors", "vae/x.npy",
+      "vae/deep/y.npy", ".cache/z.safetensors"],
+     "got 2 other files of tensors, such as "
+     "unet/diffusion_pytorch_model.safetensors; to take one, give the file "
+     "itself"),
+    (["adapter_config.json", "adapter_model.safetensors"],
+     "got 1 other files of tensors, such as adapter_model.safetensors; to "),
+    (["pytorch_model.bin"], "got no .safetensors, .npy, .gguf")])
+def test_AFolderThatIsNoModelIsToldByWhatIsThere(names, told, quantctl,
+                                                 tmp_path):
+    folder = tmp_path / "model"
+    for name in names:
+        os.makedirs((folder / name).parent, exist_ok=True)
+        (folder / name).write_bytes(b"")
+    said = quantctl("quantize", folder, "-o", tmp_path / "out", "--spec",
+                    "int8", code=4)
+    assert "FILE_MALFORMED" in said and told in said
+    with pytest.raises(quantd.QuantdError) as caught:
+        quantd.load(folder)
+    assert caught.value.reason == "FILE_MALFORMED"
+    assert told in str(caught.value)
+
+
 def test_ShardsWithoutAnIndexAreNoModel(quantctl, tmp_path):
     """Nobody knows whether they are all, and of one model."""
     folder = tmp_path / "model"
@@ -705,7 +777,7 @@ def test_ShardsWithoutAnIndexAreNoModel(quantctl, tmp_path):
         quantd.save(folder / f"model-0000{number}-of-00002.safetensors",
                     {f"{number}.weight": np.ones((4, 32), np.float32)})
     told = ("expected model.safetensors, or model.safetensors.index.json, "
-            "which tells the files of a model, got 2 other .safetensors files, "
+            "which tells the files of a model, got 2 other files of tensors, "
             "such as model-00001-of-00002.safetensors")
     with pytest.raises(quantd.QuantdError) as caught:
         quantd.load(folder)

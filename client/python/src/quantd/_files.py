@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import stat
+import string
 import struct
 import tempfile
 import threading
@@ -25,6 +26,8 @@ from quantd.tensor import Array
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+# Of files that are read.
+_TENSOR_EXTENSIONS = (".safetensors", ".npy", ".gguf")
 _OTHER_EXTENSIONS = (".npy", ".npz", ".gguf", ".onnx", ".pt", ".pth", ".bin",
                      ".h5", ".pkl", ".json", ".html", ".csv", ".zip")
 _METADATA = "__metadata__"
@@ -349,6 +352,17 @@ def _check_whole(file: InputFile) -> None:
             "as `llama-gguf-split --merge` does")
 
 
+def _got_instead(source: _Source) -> str:
+    """For a file that does not begin as its format demands: ", got " and what
+    it is, where that can be told; otherwise empty."""
+    begin = source.read(0, min(source.size_bytes, 40)).tobytes()
+    if begin.startswith(b"version https://git-lfs"):
+        return ", got a pointer of git-lfs; `git lfs pull` gets the file"
+    return f", got text that begins with {begin.decode()!r}" if (
+        begin.isascii() and set(begin.decode()) <= set(string.printable)
+        ) else ""
+
+
 def open_file(path: str) -> InputFile:
     """A safetensors file; .npy and .gguf are known by their names.
 
@@ -380,7 +394,7 @@ def open_safetensors(path: str) -> InputFile:
     if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
         raise malformed(
             path, "expected a safetensors file; .npy and .gguf files are known "
-            "by their names")
+            "by their names" + _got_instead(source))
     try:
         header = json.loads(source.read(8, length).tobytes().decode("utf-8"),
                             object_pairs_hook=_unique(path))
@@ -447,6 +461,11 @@ def _entry(path: str, name: str, entry: Any
 
 
 def _open_npy(path: str) -> InputFile:
+    source = _Source(path)
+    begin = source.read(0, min(source.size_bytes, 6)).tobytes()
+    if begin != b"\x93NUMPY":
+        raise malformed(path, "expected a file that begins with \\x93NUMPY" +
+                        _got_instead(source))
     try:
         mapped = np.load(path, mmap_mode="c", allow_pickle=False)
     except OSError as error:
@@ -456,12 +475,14 @@ def _open_npy(path: str) -> InputFile:
         # numpy reads the header as Python.
         raise malformed(path, str(error)) from error
     dtype = _NUMPY_DTYPES.get(mapped.dtype)
-    if dtype is None or not mapped.flags.c_contiguous:
+    if dtype is None:
         raise unsupported(
             path, "expected little-endian booleans, integers or floats of 1 to "
-            f"8 bytes in C order, got {mapped.dtype}")
+            f"8 bytes, got {mapped.dtype.str}")
+    if not mapped.flags.c_contiguous:
+        raise unsupported(path, "expected C order, got fortran_order; save "
+                          "numpy.ascontiguousarray(array)")
     name = os.path.basename(path)[:-len(".npy")]
-    source = _Source(path)
     size = source.size_bytes - mapped.offset
     if size != mapped.nbytes:
         raise malformed(
@@ -486,13 +507,14 @@ class _GgufParser:
     def parse(self) -> InputFile:
         """Raises: FILE_MALFORMED, FILE_UNSUPPORTED."""
         if self._take(4) != b"GGUF":
-            raise self._malformed("expected a file that begins with GGUF")
+            raise self._malformed("expected a file that begins with GGUF" +
+                                  _got_instead(self._source))
         version = self._number("<I")
         if version not in (2, 3):
             raise unsupported(
-                self._path,
-                "expected a little-endian file of version 2 or 3, got "
-                f"{version}")
+                self._path, "expected a little-endian file, got a big-endian "
+                "one" if version and not version & 0xFFFF else
+                f"expected version 2 or 3, got {version}")
         count, pairs = self._number("<Q"), self._number("<Q")
         found = [alignment for alignment in
                  (self._recorded_pair() for _ in range(pairs)) if alignment]
@@ -615,21 +637,30 @@ class _GgufParser:
         return 0
 
 
+def _tensor_files(folder: str) -> list[str]:
+    """In a folder and in the folders in it, by their paths from there."""
+    found = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name[0] != "."] if (
+            parent == folder) else []
+        found += [os.path.relpath(os.path.join(parent, name), folder)
+                  for name in names if name[0] != "." and
+                  name.lower().endswith(_TENSOR_EXTENSIONS)]
+    return sorted(found)
+
+
 def _check_single(folder: str) -> None:
     """Of a folder without an index, which one that is being written lacks,
     too."""
     if os.path.exists(os.path.join(folder, SINGLE_NAME)):
         return
-    try:
-        names = sorted(name for name in os.listdir(folder)
-                       if name.endswith(".safetensors") and name[0] != ".")
-    except OSError as error:
-        raise unreadable(folder, error) from error
-    if names:
-        raise malformed(
-            folder, f"expected {SINGLE_NAME}, or {INDEX_NAME}, which tells the "
-            f"files of a model, got {len(names)} other .safetensors files, "
-            f"such as {names[0]}")
+    names = _tensor_files(folder)
+    raise malformed(
+        folder, f"expected {SINGLE_NAME}, or {INDEX_NAME}, which tells the "
+        "files of a model, got " + (
+            f"{len(names)} other files of tensors, such as {names[0]}; to take "
+            "one, give the file itself" if names else
+            f"no {', '.join(_TENSOR_EXTENSIONS)} file"))
 
 
 def read_index(folder: str) -> tuple[dict[str, str], list[str]]:
