@@ -346,27 +346,54 @@ absl::Status FindBlocks(const QuantizeOptions& options,
 }
 
 // Modules that lose much where they are quantized, or that no runtime has
-// kernels for: the head, embeddings and routers, and what vLLM builds without
-// quantization, as the head of SigLIP's text model, audio towers (Gemma 3n,
-// Qwen2-Audio), the vision tower of Gemma 4, InternVL's projector mlp1, the
-// projections in front of layers that predict further tokens, those that merge
-// patches (Mistral 3), and those of an indexer's keys and weights (DeepSeek
-// V3.2), which it fuses.
+// kernels for: heads, embeddings and routers, and what vLLM builds without
+// quantization: the head of SigLIP's text model, audio towers (Gemma 3n,
+// Qwen2-Audio), the vision towers of Gemma 4 and of Mistral's own files,
+// projectors of images and audio, the projections in front of layers that
+// predict further tokens, those that merge patches (Mistral 3), those around
+// the short convolutions of LFM2, and those of an indexer's keys and weights
+// (DeepSeek V3.2), which it fuses.
 constexpr absl::string_view kIgnoredModules[] = {
     "lm_head",
     "*.lm_head",
+    "lm_head.*",
     "head",
     "*.head",
+    "head.dense",
     "proj_out",
+    "output",
+    "language_model.output",
+    "output_layer",
+    "*.output_layer",
+    "*transformer.ff_out",
+    "decoder",
+    "*.decoder",
+    "cls.*",
+    "score",
+    "*.score",
+    "classifier",
+    "*.classifier",
+    "classifier.*",
+    "*pooler.dense",
     "*.eh_proj",
     "*.mtp_linear_proj",
     "*.mtp_layers.*.input_proj",
+    "audio_tower.*",
+    "*.audio_tower.*",
     "*vision_tower.*.linear",
     "*vision_tower.patch_embedder.*",
+    "vision_encoder.transformer.*",
+    "vision_language_adapter.*",
+    "*multi_modal_projector.*",
+    "projector.*",
     "mlp1.*",
     "*patch_merger.merging_layer",
+    "*.conv.in_proj",
+    "*.conv.out_proj",
     "*.indexer.wk",
     "*.indexer.weights_proj",
+    "emb",
+    "*.emb",
     "embed",
     "*.embed",
     "embed_in",
@@ -382,16 +409,17 @@ constexpr absl::string_view kIgnoredModules[] = {
     "*embed_positions*",
     "pos_embed",
     "*.pos_embed",
+    "query_embed",
+    "*.query_embed",
     "*relative_attention_bias",
     "shared",
     "*.shared",
     "*.router",
     "*.router.*",
     "*_router",
+    "*.gate.wg",
     "*shared_expert_gate"};
 
-constexpr absl::string_view kAudioTowers[] = {"audio_tower.*",
-                                              "*.audio_tower.*"};
 constexpr absl::string_view kSiglipModules[] = {
     "*encoder.layers.*.mlp.fc1", "*encoder.layers.*.mlp.fc2", "*.head.mlp.fc1",
     "*.head.mlp.fc2"};
@@ -412,30 +440,33 @@ bool IsOfMamba1(const QuantizePlan& plan, absl::string_view module) {
   return false;
 }
 
-// Whether the module is in a vision tower, or projects what comes out of one,
-// that vLLM builds without quantization. That of Llama 4 has no convolution of
-// patches, and those of InternVL and its kin, of which it quantizes some, are
-// beside mlp1. Others, which it quantizes, have the names too.
-bool IsOfVision(const QuantizePlan& plan, absl::string_view module) {
-  const bool is_llama4 =
-      plan.Find("vision_model.patch_embedding.linear.weight") != nullptr;
-  if (module == "multi_modal_projector.linear_1") return is_llama4;
-  return absl::StartsWith(module, "vision_model.") &&
-         (is_llama4 || plan.Find("mlp1.1.weight") != nullptr);
+// Those of a layer of ModernBERT, of which vLLM has no quantized ones.
+constexpr absl::string_view kModernBertModules[] = {".attn.Wqkv", ".attn.Wo",
+                                                    ".mlp.Wi", ".mlp.Wo"};
+
+bool IsOfModernBert(const QuantizePlan& plan, absl::string_view module) {
+  for (const absl::string_view name : kModernBertModules) {
+    absl::string_view layer = module;
+    if (absl::ConsumeSuffix(&layer, name)) {
+      return plan.Find(absl::StrCat(layer, ".attn.Wqkv.weight")) != nullptr &&
+             plan.Find(absl::StrCat(layer, ".mlp.Wi.weight")) != nullptr;
+    }
+  }
+  return false;
 }
 
-// Whether the module projects what comes out of an audio tower, as those of
-// Qwen2-Audio and Ultravox: vLLM builds it without quantization.
-bool IsOfAudio(const QuantizePlan& plan, absl::string_view module) {
-  return absl::StrContains(module, "multi_modal_projector.") &&
-         std::any_of(plan.shards.begin(), plan.shards.end(),
-                     [](const std::unique_ptr<Shard>& shard) {
-                       return absl::c_any_of(
-                           shard->input.tensors(),
-                           [](const files::FileTensor& tensor) {
-                             return MatchesAny(kAudioTowers, tensor.name);
-                           });
-                     });
+// Whether the module is in a vision tower that vLLM builds without
+// quantization. That of Llama 4 has no convolution of patches, those of
+// InternVL and its kin, of which it quantizes some, are beside mlp1, and that
+// of DeepSeek-VL2 is beside a projector of its name. Others, which it
+// quantizes, have the names too.
+bool IsOfVision(const QuantizePlan& plan, absl::string_view module) {
+  if (absl::StartsWith(module, "vision.")) {
+    return plan.Find("projector.layers.0.weight") != nullptr;
+  }
+  return absl::StartsWith(module, "vision_model.") &&
+         (plan.Find("vision_model.patch_embedding.linear.weight") != nullptr ||
+          plan.Find("mlp1.1.weight") != nullptr);
 }
 
 // Whether the module projects what comes out of torch's MultiheadAttention,
@@ -522,9 +553,8 @@ bool IsIgnored(const QuantizeOptions& options, const QuantizePlan& plan,
   const absl::string_view module = ModuleOf(tensor.name);
   if (options.has_ignore) return MatchesAny(options.ignore, module);
   return !IsNamed(options, plan.specs, tensor.name) &&
-         (MatchesAny(kIgnoredModules, module) ||
-          MatchesAny(kAudioTowers, module) || IsOfMamba1(plan, module) ||
-          IsOfVision(plan, module) || IsOfAudio(plan, module) ||
+         (MatchesAny(kIgnoredModules, module) || IsOfMamba1(plan, module) ||
+          IsOfModernBert(plan, module) || IsOfVision(plan, module) ||
           IsOfTorchAttention(plan, module) || IsOfRaggedSiglip(tensor) ||
           IsGateOfExperts(plan, tensor));
 }
