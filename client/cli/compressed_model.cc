@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "client/cli/bit_stream.h"
@@ -27,6 +28,13 @@ namespace {
 // A target of no module: it matches the texts, such as "re:.*up_proj.*", that
 // vLLM up to 0.11.0 looks up in place of the names of experts.
 constexpr char kExpertsTarget[] = "re:re:[.][*](gate|up|down)_proj[.][*]";
+
+// Adds by which name vLLM looks up a module of a mixer of Granite 4 and its
+// kin.
+void AddNameOfMixer(absl::string_view module, Json* names) {
+  std::string mixer = absl::StrReplaceAll(module, {{".mamba.", ".mixer."}});
+  if (mixer != module) names->push_back(std::move(mixer));
+}
 
 // Code `index` of a tensor as the server packs it, from 0 on: plus 2^(bits - 1)
 // where it is signed.
@@ -170,6 +178,7 @@ Json CompressedModel::Config(const std::vector<std::string>& ignored,
     const auto [found, is_new] = index.emplace(scheme.dump(), groups.size());
     if (is_new) groups.emplace_back(scheme, Json::array());
     groups[found->second].second.push_back(module);
+    AddNameOfMixer(module, &groups[found->second].second);
     const std::string tensor = absl::StrCat(module, kCompressedWeight);
     if (const absl::string_view experts = ExpertsOf(tensor); !experts.empty()) {
       group_of_experts.emplace(experts, found->second);
@@ -190,6 +199,8 @@ Json CompressedModel::Config(const std::vector<std::string>& ignored,
   if (groups_with_experts.size() == 1) {
     groups[*groups_with_experts.begin()].second.push_back(kExpertsTarget);
   }
+  Json ignore = ignored;
+  for (const std::string& module : ignored) AddNameOfMixer(module, &ignore);
   Json config_groups = Json::object();
   for (size_t i = 0; i < groups.size(); ++i) {
     Json group = {{"targets", groups[i].second},
@@ -205,7 +216,7 @@ Json CompressedModel::Config(const std::vector<std::string>& ignored,
           {"format", format},
           {"global_compression_ratio", nullptr},
           {"kv_cache_scheme", cache},
-          {"ignore", ignored},
+          {"ignore", std::move(ignore)},
           {"config_groups", std::move(config_groups)}};
 }
 

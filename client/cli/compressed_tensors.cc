@@ -63,9 +63,9 @@ absl::StatusOr<CompressedLayout> CompressedLayoutOf(
   const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
   if (!format.ok()) return format.status();
   const std::string module(ModuleOf(name));
-  if (module.empty()) {
+  if (module.empty() || shape.size() != 2) {
     return NotInCompressedTensors(
-        "tensors that are named MODULE.weight; experts.gate_up_proj and "
+        "matrices that are named MODULE.weight; experts.gate_up_proj and "
         "experts.down_proj become such if they are stacks of matrices whose "
         "shapes fit, without biases");
   }
@@ -103,19 +103,18 @@ absl::StatusOr<CompressedLayout> CompressedLayoutOf(
   const absl::StatusOr<ScaleCounts> counts = CountScales(shape, encoding);
   if (!counts.ok()) return counts.status();
   layout.count = counts->scale;
-  const bool is_matrix = shape.size() == 2;
   absl::StatusOr<Json> scheme =
-      StrategyOf(*blocks, encoding, layout.count, is_matrix ? shape[1] : 0);
+      StrategyOf(*blocks, encoding, layout.count, shape[1]);
   if (!scheme.ok()) return scheme.status();
   layout.is_symmetric = !has_zero_points && (!is_integer || format->is_signed);
-  layout.is_packed = is_integer && is_matrix &&
-                     (packs_all || format->bits < kMostCompressedBits);
+  layout.is_packed =
+      is_integer && (packs_all || format->bits < kMostCompressedBits);
   std::string layout_name =
       layout.is_packed ? "pack-quantized" : "int-quantized";
   if (layout.is_float8) layout_name = "float-quantized";
   if (is_fp4 || layout.is_mxfp8) {
     const int64_t group = layout.is_nvfp4 ? kNvfp4Group : kMxGroup;
-    if (!is_matrix || block_size.size() != 2 || block_size[0] != 1 ||
+    if (block_size.size() != 2 || block_size[0] != 1 ||
         block_size[1] != group || shape[1] % 2 != 0 ||
         counts->outer_scale > 1) {
       return NotInCompressedTensors(
@@ -129,9 +128,6 @@ absl::StatusOr<CompressedLayout> CompressedLayoutOf(
                                     : "mxfp8-quantized";
     (*scheme)["strategy"] = layout.is_nvfp4 ? "tensor_group" : "group";
     (*scheme)["group_size"] = group;
-  }
-  if (is_integer && !layout.is_packed && format->bits < kMostCompressedBits) {
-    return NotInCompressedTensors("fewer than 8 bits of matrices alone");
   }
   Json weights = {{"num_bits", is_fp4 ? 4 : format->bits},
                   {"type", is_integer ? "int" : "float"},

@@ -18,17 +18,28 @@
 #include "client/files/dtype.h"
 #include "client/files/lazy_bytes.h"
 #include "client/files/safetensors.h"
+#include "client/models/tie_groups.h"
 
 namespace quantd::cli {
 namespace {
 
 using files::FileTensor;
 
-constexpr absl::string_view kGateUp = ".gate_up_proj";
-constexpr absl::string_view kDown = ".down_proj";
 constexpr absl::string_view kExperts = "experts";
+constexpr absl::string_view kGranite = "block_sparse_moe";
+constexpr absl::string_view kWeight = ".weight";
 // Of a side of what is transposed at once, so that it stays in the cache.
 constexpr int64_t kTile = 32;
+
+// What the matrices of an expert are called.
+struct Projections {
+  const char* gate;
+  const char* up;
+  const char* down;
+};
+
+constexpr Projections kProjections = {"gate_proj", "up_proj", "down_proj"};
+constexpr Projections kGraniteProjections = {"w1", "w3", "w2"};
 
 // The experts of one layer. Plain value.
 struct Layer {
@@ -37,11 +48,34 @@ struct Layer {
   bool has_biases = false;
 };
 
-// "X.experts" of a name that goes on with `projection`; empty for another.
-absl::string_view ExpertsOfStack(absl::string_view name,
-                                 absl::string_view projection) {
-  if (!absl::ConsumeSuffix(&name, projection)) return "";
-  return name == kExperts || absl::EndsWith(name, ".experts") ? name : "";
+// Consumes the last part of a name, with the dot before it, if it is `what`.
+bool ConsumePart(absl::string_view* name, absl::string_view what) {
+  absl::string_view rest = *name;
+  if (!absl::ConsumeSuffix(&rest, what)) return false;
+  if (!rest.empty() && !absl::ConsumeSuffix(&rest, ".")) return false;
+  *name = rest;
+  return true;
+}
+
+// Whether the last part of the name is `what`.
+bool EndsInPart(absl::string_view name, absl::string_view what) {
+  return ConsumePart(&name, what);
+}
+
+// "X.experts" of a stack, without ".weight", of gates and ups, or of downs.
+// Empty for another name.
+std::string ExpertsOfStack(absl::string_view name, bool is_gate_up) {
+  absl::string_view layer = name;
+  if (ConsumePart(&layer, is_gate_up ? "gate_up_proj" : "down_proj") &&
+      EndsInPart(layer, kExperts)) {
+    return std::string(layer);
+  }
+  layer = name;
+  if (ConsumePart(&layer, is_gate_up ? "input_linear" : "output_linear") &&
+      EndsInPart(layer, kGranite)) {
+    return absl::StrCat(layer, ".", kExperts);
+  }
+  return "";
 }
 
 std::map<std::string, Layer> FindLayers(
@@ -50,21 +84,19 @@ std::map<std::string, Layer> FindLayers(
   for (const TensorInput* const input : inputs) {
     for (const FileTensor& tensor : input->tensors()) {
       absl::string_view name = tensor.name;
-      if (absl::ConsumeSuffix(&name, "_bias") ||
-          absl::ConsumeSuffix(&name, ".bias")) {
-        for (const absl::string_view projection : {kGateUp, kDown}) {
-          const absl::string_view experts = ExpertsOfStack(name, projection);
-          if (!experts.empty()) layers[std::string(experts)].has_biases = true;
+      const bool is_bias = absl::ConsumeSuffix(&name, "_bias") ||
+                           absl::ConsumeSuffix(&name, ".bias");
+      if (!is_bias) absl::ConsumeSuffix(&name, kWeight);
+      for (const bool is_gate_up : {true, false}) {
+        const std::string experts = ExpertsOfStack(name, is_gate_up);
+        if (experts.empty()) continue;
+        Layer& layer = layers[experts];
+        if (is_bias) {
+          layer.has_biases = true;
+        } else {
+          (is_gate_up ? layer.gate_up : layer.down) = &tensor;
         }
-        continue;
       }
-      absl::ConsumeSuffix(&name, ".weight");
-      const absl::string_view of_gate_up = ExpertsOfStack(name, kGateUp);
-      const absl::string_view of_down = ExpertsOfStack(name, kDown);
-      if (!of_gate_up.empty()) {
-        layers[std::string(of_gate_up)].gate_up = &tensor;
-      }
-      if (!of_down.empty()) layers[std::string(of_down)].down = &tensor;
     }
   }
   return layers;
@@ -136,39 +168,55 @@ FileTensor WeightOf(const FileTensor& stack, bool is_transposed, int64_t expert,
   return weight;
 }
 
+// A tensor that is replaced. Plain value.
+struct Stack {
+  std::string experts;
+  // In the order of its rows.
+  std::vector<const char*> projections;
+  bool is_transposed = false;
+};
+
 // The weights of all experts of a tensor.
-void AddWeights(const FileTensor& stack, const std::string& experts,
-                bool is_gate_up, bool is_transposed,
+void AddWeights(const FileTensor& tensor, const Stack& stack,
                 std::vector<FileTensor>* weights) {
-  const int64_t outputs = stack.shape[is_transposed ? 2 : 1];
-  const int64_t count = is_gate_up ? outputs / 2 : outputs;
-  for (int64_t expert = 0; expert < stack.shape[0]; ++expert) {
-    const auto add = [&](const char* projection, int64_t first) {
+  const int64_t outputs = tensor.shape[stack.is_transposed ? 2 : 1];
+  const int64_t count =
+      outputs / static_cast<int64_t>(stack.projections.size());
+  for (int64_t expert = 0; expert < tensor.shape[0]; ++expert) {
+    int64_t first = 0;
+    for (const char* const projection : stack.projections) {
       weights->push_back(WeightOf(
-          stack, is_transposed, expert, first, count,
-          absl::StrCat(experts, ".", expert, ".", projection, ".weight")));
-    };
-    if (is_gate_up) {
-      add("gate_proj", 0);
-      add("up_proj", count);
-    } else {
-      add("down_proj", 0);
+          tensor, stack.is_transposed, expert, first, count,
+          absl::StrCat(stack.experts, ".", expert, ".", projection, kWeight)));
+      first += count;
     }
   }
 }
 
 }  // namespace
 
-std::vector<FusedExperts> SplitExperts(
-    const std::vector<TensorInput*>& inputs) {
+std::vector<FusedExperts> SplitExperts(const std::vector<TensorInput*>& inputs,
+                                       absl::string_view model_type) {
   std::vector<FusedExperts> replaced;
-  std::map<const FileTensor*, std::pair<std::string, bool>> stacks;
+  std::map<const FileTensor*, Stack> stacks;
   for (const auto& [experts, layer] : FindLayers(inputs)) {
     bool is_transposed = false;
     if (!CanSplit(layer, &is_transposed)) continue;
-    for (const FileTensor* const stack : {layer.gate_up, layer.down}) {
-      stacks[stack] = {experts, is_transposed};
-      replaced.push_back({stack->name, stack->shape[0], is_transposed});
+    const bool is_granite =
+        absl::StrContains(layer.down->name, "output_linear");
+    const Projections& names = is_granite && model_type != "granitemoehybrid"
+                                   ? kGraniteProjections
+                                   : kProjections;
+    stacks[layer.gate_up] = {experts, {names.gate, names.up}, is_transposed};
+    stacks[layer.down] = {experts, {names.down}, is_transposed};
+    for (const FileTensor* const tensor : {layer.gate_up, layer.down}) {
+      FusedExperts one = {tensor->name, tensor->shape[0], is_transposed,
+                          /*patterns=*/{}};
+      for (const char* const projection : stacks[tensor].projections) {
+        one.patterns.push_back(
+            absl::StrCat(experts, ".*.", projection, kWeight));
+      }
+      replaced.push_back(std::move(one));
     }
   }
   for (TensorInput* const input : inputs) {
@@ -177,10 +225,8 @@ std::vector<FusedExperts> SplitExperts(
     for (const FileTensor& tensor : input->tensors()) {
       const auto found = stacks.find(&tensor);
       if (found == stacks.end()) continue;
-      const auto& [experts, is_transposed] = found->second;
       names.push_back(tensor.name);
-      AddWeights(tensor, experts, absl::StrContains(tensor.name, kGateUp),
-                 is_transposed, &weights);
+      AddWeights(tensor, found->second, &weights);
     }
     if (names.empty()) continue;
     input->Replace(names, std::move(weights), input->metadata());
@@ -188,22 +234,35 @@ std::vector<FusedExperts> SplitExperts(
   return replaced;
 }
 
-std::vector<std::string> PatternsOf(const FusedExperts& experts) {
-  const absl::string_view name = experts.name;
-  const std::string prefix =
-      absl::StrCat(name.substr(0, name.rfind(kExperts)), kExperts, ".*.");
-  std::vector<std::string> patterns;
-  for (const char* projection : {"gate_proj", "up_proj", "down_proj"}) {
-    const bool is_down = absl::string_view(projection) == "down_proj";
-    if (is_down == absl::StrContains(experts.name, kGateUp)) continue;
-    patterns.push_back(absl::StrCat(prefix, projection, ".weight"));
+std::string LayerOfExperts(const FileTensor& tensor) {
+  absl::string_view name = tensor.name;
+  const absl::string_view experts = ExpertsOf(name);
+  if (!experts.empty()) return std::string(experts);
+  absl::ConsumeSuffix(&name, kWeight);
+  for (const bool is_gate_up : {true, false}) {
+    std::string layer = ExpertsOfStack(name, is_gate_up);
+    if (!layer.empty()) return layer;
   }
-  return patterns;
+  constexpr absl::string_view kOfExperts = ".experts.";
+  const size_t at = name.find(kOfExperts);
+  if (at != absl::string_view::npos) {
+    return std::string(name.substr(0, at + kOfExperts.size() - 1));
+  }
+  for (const char* const projection :
+       {kProjections.gate, kProjections.up, kProjections.down}) {
+    absl::string_view layer = name;
+    if (tensor.shape.size() == 3 && ConsumePart(&layer, projection) &&
+        !layer.empty()) {
+      return absl::StrCat(layer, ".", kExperts);
+    }
+  }
+  return "";
 }
 
 std::vector<std::string> ModulesOfLayer(absl::string_view experts) {
   std::vector<std::string> modules;
-  for (const char* projection : {"gate_proj", "up_proj", "down_proj"}) {
+  for (const char* const projection :
+       {kProjections.gate, kProjections.up, kProjections.down}) {
     modules.push_back(absl::StrCat(experts, ".0.", projection));
   }
   return modules;

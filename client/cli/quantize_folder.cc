@@ -294,17 +294,12 @@ std::vector<std::string> QuantizeFolder::IgnoredModules() const {
   std::set<std::string> quantized;
   std::set<std::string> kept;
   for (const auto& [name, outcome] : plan_.outcomes) {
+    const files::FileTensor* const tensor = plan_.Find(name);
+    if (tensor == nullptr) continue;
+    (outcome.is_quantized ? quantized : kept).insert(LayerOfExperts(*tensor));
     const absl::string_view module = ModuleOf(name);
-    (outcome.is_quantized ? quantized : kept)
-        .insert(std::string(ExpertsOf(name)));
     if (outcome.is_quantized || module.empty()) continue;
-    const auto is_matrix = [&name = name](const std::unique_ptr<Shard>& shard) {
-      const files::FileTensor* const tensor = shard->input.Find(name);
-      return tensor != nullptr && tensor->shape.size() == 2;
-    };
-    if (std::any_of(plan_.shards.begin(), plan_.shards.end(), is_matrix)) {
-      modules.emplace_back(module);
-    }
+    if (tensor->shape.size() == 2) modules.emplace_back(module);
   }
   for (const std::string& experts : kept) {
     if (experts.empty() || quantized.count(experts) > 0) continue;

@@ -35,12 +35,15 @@
 #include "client/cli/table.h"
 #include "client/cli/tensor_options.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/text_file.h"
 #include "client/files/coded_tensor.h"
 #include "client/files/errors.h"
 #include "client/files/gguf_builder.h"
 #include "client/files/gguf_types.h"
+#include "client/files/json.h"
 #include "client/files/shard_index.h"
 #include "client/models/gguf_blocks.h"
+#include "client/models/model_config.h"
 #include "client/models/quantized_layout.h"
 #include "client/models/tensor_input.h"
 #include "client/models/tie_groups.h"
@@ -154,8 +157,8 @@ void RenameSpecs(const FusedExperts& experts, SpecSet* specs) {
       overrides.push_back(std::move(entry));
       continue;
     }
-    for (std::string& pattern : PatternsOf(experts)) {
-      overrides.push_back({std::move(pattern), entry.spec, entry.is_from_file});
+    for (const std::string& pattern : experts.patterns) {
+      overrides.push_back({pattern, entry.spec, entry.is_from_file});
     }
   }
   specs->overrides = std::move(overrides);
@@ -210,7 +213,12 @@ absl::Status OpenInputs(const QuantizeOptions& options, QuantizePlan* plan) {
   for (const std::unique_ptr<Shard>& shard : plan->shards) {
     inputs.push_back(&shard->input);
   }
-  plan->experts = SplitExperts(inputs);
+  // What is wrong with config.json comes up where it is written.
+  plan->experts = SplitExperts(
+      inputs,
+      ModelTypeOf(files::ParseJson(
+          internal::ReadTextFile(files::PathIn(options.input, kModelConfigName))
+              .value_or(""))));
   for (const FusedExperts& experts : plan->experts) {
     RenameSpecs(experts, &plan->specs);
   }

@@ -459,7 +459,7 @@ class RunReport {
     if (!plan_.no_linear.empty() && !session_.quiet) {
       session_.PrintError(absl::StrCat(
           "quantctl: left as they are, as no matrices MODULE.weight: ",
-          NamesText(plan_.no_linear), "; a --spec for them takes them"));
+          NamesText(plan_.no_linear)));
     }
     if (!plan_.conv1d.empty() && !session_.quiet) {
       session_.PrintError(

@@ -101,6 +101,14 @@ absl::StatusOr<ElementType> ElementTypeOfModel(const Json& document) {
   return absl::NotFoundError("no dtype");
 }
 
+std::string ModelTypeOf(const Json& document) {
+  if (!document.is_object()) return "";
+  const auto found = document.find("model_type");
+  return found != document.end() && found->is_string()
+             ? found->get<std::string>()
+             : "";
+}
+
 std::optional<AttentionRows> AttentionRowsOf(const Json& document) {
   for (const Json* const place : PlacesIn(document)) {
     const int64_t heads = NumberIn(*place, "num_attention_heads");

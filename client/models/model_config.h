@@ -1,5 +1,5 @@
 // What config.json and its like, as Hugging Face has them beside a model, say
-// of how the model is quantized, and of its attention.
+// of how the model is quantized, of its kind and of its attention.
 
 #ifndef QUANTD_CLIENT_MODELS_MODEL_CONFIG_H_
 #define QUANTD_CLIENT_MODELS_MODEL_CONFIG_H_
@@ -40,6 +40,9 @@ void RemoveQuantization(nlohmann::ordered_json* document);
 // language model in it. Errors: NOT_FOUND, ARGUMENT_INVALID for another word.
 absl::StatusOr<ElementType> ElementTypeOfModel(
     const nlohmann::ordered_json& document);
+
+// "model_type" of the document; empty where there is none.
+std::string ModelTypeOf(const nlohmann::ordered_json& document);
 
 // Rows of the matrices that make queries, keys and values. Plain value.
 struct AttentionRows {

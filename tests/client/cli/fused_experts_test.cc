@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -68,12 +69,17 @@ TEST_F(SplitExpertsTest, GivesEachExpertItsRows) {
             {{"l.0.experts.gate_up_proj", {kExperts, 2 * kInner, kOuter}},
              {"l.0.experts.down_proj", {kExperts, kOuter, kInner}},
              {"norm", {1, 1}}});
-  const std::vector<FusedExperts> replaced = SplitExperts({&input});
+  const std::vector<FusedExperts> replaced = SplitExperts({&input}, "");
   ASSERT_THAT(replaced, SizeIs(2));
   for (const FusedExperts& one : replaced) {
     EXPECT_EQ(one.expert_count, kExperts);
     EXPECT_FALSE(one.is_transposed);
   }
+  EXPECT_THAT(replaced[0].patterns,
+              ElementsAre("l.0.experts.*.gate_proj.weight",
+                          "l.0.experts.*.up_proj.weight"));
+  EXPECT_THAT(replaced[1].patterns,
+              ElementsAre("l.0.experts.*.down_proj.weight"));
   EXPECT_THAT(input.tensors(), SizeIs(3 * kExperts + 1));
   EXPECT_EQ(input.Find("l.0.experts.gate_up_proj"), nullptr);
   for (int64_t expert = 0; expert < kExperts; ++expert) {
@@ -99,7 +105,7 @@ TEST_F(SplitExpertsTest, TransposesThoseThatLieTheOtherWayRound) {
       Write("m.safetensors",
             {{"experts.gate_up_proj.weight", {kExperts, kOuter, 2 * kInner}},
              {"experts.down_proj.weight", {kExperts, kInner, kOuter}}});
-  const std::vector<FusedExperts> replaced = SplitExperts({&input});
+  const std::vector<FusedExperts> replaced = SplitExperts({&input}, "");
   ASSERT_THAT(replaced, SizeIs(2));
   EXPECT_TRUE(replaced[0].is_transposed);
   EXPECT_THAT(input.Find("experts.0.gate_proj.weight")->shape,
@@ -125,7 +131,7 @@ TEST_F(SplitExpertsTest, FindsTheTensorsOfALayerInTwoFiles) {
             {{"x.experts.gate_up_proj", {kExperts, 2 * kInner, kOuter}}});
   TensorInput second = Write(
       "2.safetensors", {{"x.experts.down_proj", {kExperts, kOuter, kInner}}});
-  EXPECT_THAT(SplitExperts({&first, &second}), SizeIs(2));
+  EXPECT_THAT(SplitExperts({&first, &second}, ""), SizeIs(2));
   EXPECT_THAT(first.tensors(), SizeIs(2 * kExperts));
   EXPECT_THAT(second.tensors(), SizeIs(kExperts));
 }
@@ -149,17 +155,56 @@ TEST_F(SplitExpertsTest, LeavesOthersAsTheyAre) {
            {{"x.myexperts.gate_up_proj", gate_up.second},
             {"x.myexperts.down_proj", down.second}}}) {
     TensorInput input = Write("m.safetensors", stacks);
-    EXPECT_THAT(SplitExperts({&input}), IsEmpty());
+    EXPECT_THAT(SplitExperts({&input}, ""), IsEmpty());
     EXPECT_THAT(input.tensors(), SizeIs(stacks.size()));
   }
 }
 
-TEST(PatternsOfTest, AreThoseOfTheMatrices) {
-  EXPECT_THAT(PatternsOf({"m.experts.gate_up_proj", 4, false}),
-              ElementsAre("m.experts.*.gate_proj.weight",
-                          "m.experts.*.up_proj.weight"));
-  EXPECT_THAT(PatternsOf({"experts.down_proj.weight", 4, true}),
-              ElementsAre("experts.*.down_proj.weight"));
+TEST_F(SplitExpertsTest, NamesThoseOfGraniteAsVllmReadsThem) {
+  const std::string layer = "l.0.block_sparse_moe.";
+  const std::vector<Stack> stacks = {
+      {layer + "input_linear.weight", {kExperts, 2 * kInner, kOuter}},
+      {layer + "output_linear.weight", {kExperts, kOuter, kInner}},
+      {"l.0.shared_mlp.input_linear.weight", {2 * kInner, kOuter}}};
+  for (const auto& [model_type, names] :
+       std::map<std::string, std::vector<std::string>>{
+           {"granitemoe", {"w1", "w3", "w2"}},
+           {"granitemoehybrid", {"gate_proj", "up_proj", "down_proj"}}}) {
+    TensorInput input = Write("m.safetensors", stacks);
+    const std::vector<FusedExperts> replaced =
+        SplitExperts({&input}, model_type);
+    ASSERT_THAT(replaced, SizeIs(2));
+    const std::string experts = layer + "experts.";
+    EXPECT_THAT(replaced[0].patterns,
+                ElementsAre(experts + "*." + names[0] + ".weight",
+                            experts + "*." + names[1] + ".weight"));
+    EXPECT_THAT(replaced[1].patterns,
+                ElementsAre(experts + "*." + names[2] + ".weight"));
+    EXPECT_THAT(input.tensors(), SizeIs(3 * kExperts + 1));
+    const int64_t half = kInner * kOuter;
+    for (const auto& [name, first] : std::map<std::string, int64_t>{
+             {names[0], 2 * half}, {names[1], 3 * half}, {names[2], half}}) {
+      EXPECT_EQ(ElementsOf(input, experts + "1." + name + ".weight")[0], first)
+          << name;
+    }
+  }
+}
+
+TEST(LayerOfExpertsTest, IsThatOfAllNames) {
+  const auto of = [](const char* name, const std::vector<int64_t>& shape) {
+    files::FileTensor tensor;
+    tensor.name = name;
+    tensor.shape = shape;
+    return LayerOfExperts(tensor);
+  };
+  EXPECT_EQ(of("m.experts.3.w1.weight", {2, 2}), "m.experts");
+  EXPECT_EQ(of("experts.gate_up_proj", {3, 2, 2}), "experts");
+  EXPECT_EQ(of("m.block_sparse_moe.output_linear.weight", {3, 2, 2}),
+            "m.block_sparse_moe.experts");
+  EXPECT_EQ(of("m.ffn.experts.mlp.w1", {6, 2}), "m.ffn.experts");
+  EXPECT_EQ(of("m.moe.up_proj.weight", {3, 2, 2}), "m.moe.experts");
+  EXPECT_EQ(of("m.mlp.up_proj.weight", {2, 2}), "");
+  EXPECT_EQ(of("m.shared_mlp.input_linear.weight", {2, 2}), "");
 }
 
 }  // namespace

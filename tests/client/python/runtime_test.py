@@ -653,6 +653,73 @@ def test_ExpertsWithBiasesAreRefused(tmp_path, quantctl):
              "--no-store")
 
 
+GRANITE = "model.layers.0.block_sparse_moe"
+
+
+def write_granite(folder, model_type, names=("input_linear", "output_linear")):
+    folder.mkdir()
+    rng = np.random.default_rng(3)
+    stacks = {"input_linear": rng.standard_normal((3, 256, 128), np.float32),
+              "output_linear": rng.standard_normal((3, 128, 128), np.float32)}
+    quantd.save(folder / "model.safetensors", {
+        **{f"{GRANITE}.{name}.weight": stacks[name] for name in names},
+        f"{GRANITE}.router.layer.weight": np.ones((3, 128), np.float32),
+        **{f"model.layers.0.mamba.{name}_proj.weight": stacks[
+            "output_linear"][0] for name in ("in", "out")}})
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return stacks
+
+
+@pytest.mark.parametrize("model_type, names", [
+    ("granitemoe", ("w1", "w3", "w2")),
+    ("granitemoehybrid", ("gate_proj", "up_proj", "down_proj"))])
+def test_ExpertsOfGraniteAreMatrices(tmp_path, quantctl, model_type, names):
+    stacks = write_granite(tmp_path / "plain", model_type)
+    said = quantctl("quantize", tmp_path / "plain", "-o", tmp_path / "out",
+                    "--scheme", "FP8_DYNAMIC", "--no-store", "--ignore",
+                    "*.router.*", "--ignore", "*.out_proj")
+    assert "one matrix for each expert" in said
+    tensors = rules.read_tensors(tmp_path / "out" / "model.safetensors")
+    halves = [*np.split(stacks["input_linear"], 2, axis=1),
+              stacks["output_linear"]]
+    for name, weights in zip(names, halves):
+        for n, weight in enumerate(weights):
+            module = f"{GRANITE}.experts.{n}.{name}.weight"
+            reals = rules.decode_e4m3(tensors[module]) * tensors[
+                module + "_scale"]
+            np.testing.assert_allclose(reals, weight, rtol=.07, atol=.01)
+    config = check_config(tmp_path / "out")
+    (group,) = config["config_groups"].values()
+    looked_up = {f"{GRANITE}.experts.0.{name}_proj"
+                 for name in ("gate", "up", "down")}
+    assert looked_up < set(group["targets"])
+    # vLLM has a mixer by this name.
+    assert "model.layers.0.mixer.in_proj" in group["targets"]
+    assert config["ignore"] == [
+        f"{GRANITE}.router.layer", "model.layers.0.mamba.out_proj",
+        "model.layers.0.mixer.out_proj"]
+    quantctl("quantize", tmp_path / "plain", "-o", tmp_path / "without",
+             "--scheme", "FP8_DYNAMIC", "--no-store", "--exclude",
+             "*experts*")
+    assert looked_up < set(check_config(tmp_path / "without")["ignore"])
+
+
+def test_AStackOfExpertsIsNoMatrix(tmp_path, quantctl):
+    write_granite(tmp_path / "plain", "granitemoe", ["input_linear"])
+    command = ("quantize", tmp_path / "plain", "--scheme", "FP8_DYNAMIC",
+               "--no-store")
+    said = quantctl(*command, "-o", tmp_path / "out")
+    assert (f"as no matrices MODULE.weight: {GRANITE}.input_linear.weight\n"
+            in said)
+    assert f"{GRANITE}.experts.0.up_proj" in check_config(tmp_path / "out")[
+        "ignore"]
+    for more in (("--spec", "*=float8_e4m3fn:per-channel"),
+                 ("--include", "*input_linear*")):
+        said = quantctl(*command, "-o", tmp_path / "named", *more, code=1)
+        assert f"{GRANITE}.input_linear.weight" in said
+        assert "matrices that are named MODULE.weight" in said
+
+
 def write_mixture(folder, spec, arrays):
     path = folder / "mixture.txt"
     path.write_text("".join(f"{name}={spec}\n" for name in arrays))
