@@ -452,8 +452,8 @@ class CheckpointReader {
     }
     absl::string_view module = tensor->name;
     if (!absl::ConsumeSuffix(&module, ".weight")) return;
-    for (const char* suffix :
-         {".input_scale", ".input_zero_point", ".input_global_scale"}) {
+    for (const char* suffix : {".input_scale", ".input_scale_ub",
+                               ".input_zero_point", ".input_global_scale"}) {
       const std::string name = absl::StrCat(module, suffix);
       if (input_.Find(name) != nullptr) tensor->parts.push_back(name);
     }

@@ -203,6 +203,15 @@ def modelopt_fp8(rng, per_row=False):
     return tensors, None, modelopt("FP8"), {"a.weight": reals}
 
 
+def fbgemm_fp8(rng):
+    tensors, _, _, reals = modelopt_fp8(rng, per_row=True)
+    del tensors["a.input_scale"]
+    tensors["a.weight_scale"] = tensors["a.weight_scale"][:, None]
+    tensors["a.input_scale_ub"] = np.full(1, 1200, np.float32)
+    return tensors, {"quantization_config": {"quant_method": "fbgemm_fp8"}}, {
+        }, reals
+
+
 def modelopt_nvfp4(rng):
     codes = rng.integers(0, 16, (24, 64))
     scale = rng.integers(1, 126, (24, 4)).astype(np.uint8)
@@ -348,6 +357,7 @@ CASES = {
     "fp8_e5m2": lambda rng: fp8_blocks(rng, "F8_E5M2", E5M2),
     "modelopt_fp8": modelopt_fp8,
     "modelopt_fp8_rows": lambda rng: modelopt_fp8(rng, True),
+    "fbgemm_fp8": fbgemm_fp8,
     "modelopt_nvfp4": modelopt_nvfp4,
     "gpt_oss": gpt_oss,
     "gpt_oss_original": lambda rng: gpt_oss(rng, False),

@@ -329,7 +329,8 @@ class _Reader:
         if name.endswith(".weight"):
             names += [found for found in (
                 name[:-len("weight")] + suffix for suffix in
-                ("input_scale", "input_zero_point", "input_global_scale"))
+                ("input_scale", "input_scale_ub", "input_zero_point",
+                 "input_global_scale"))
                 if found in self._tensors]
         return names
 
