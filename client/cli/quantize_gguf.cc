@@ -188,7 +188,8 @@ class GgufOutput {
       v1::ErrorMetrics metrics;
       const absl::StatusOr<std::vector<uint8_t>> blocks =
           MakeGgufBlocks(tensor, *entries_[index].type, &metrics,
-                         plan_.importance.importance.WeightsOf(tensor.name));
+                         plan_.importance.importance.WeightsOf(tensor.name),
+                         &outcome.coarse_scale_count);
       progress->Add(tensor.data.size(), tensor.name);
       if (!blocks.ok()) {
         outcome.status = blocks.status();

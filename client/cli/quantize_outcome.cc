@@ -60,6 +60,7 @@ Json RecordOf(const Outcome& outcome) {
                  {"clipped_high", outcome.clipped_high_count},
                  {"nan", outcome.nan_count},
                  {"infinity", outcome.infinity_count},
+                 {"coarse_scales", outcome.coarse_scale_count},
                  {"mantissa_bits", outcome.mantissa_bits}};
   if (outcome.is_compensated) record["rounding"] = "compensated";
   if (outcome.output_noise.has_value()) {
@@ -86,6 +87,7 @@ std::optional<Outcome> ParseRecord(const Json& record) {
       {"clipped_high", &outcome.clipped_high_count},
       {"nan", &outcome.nan_count},
       {"infinity", &outcome.infinity_count},
+      {"coarse_scales", &outcome.coarse_scale_count},
       {"mantissa_bits", &outcome.mantissa_bits}};
   for (const auto& [key, count] : counts) {
     const auto found = record.find(key);

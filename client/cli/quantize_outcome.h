@@ -36,6 +36,8 @@ struct Outcome {
   uint64_t clipped_high_count = 0;
   uint64_t nan_count = 0;
   uint64_t infinity_count = 0;
+  // Scales below 2^-20, where float16 has few numbers.
+  uint64_t coarse_scale_count = 0;
   // See v1::QuantizeResponseHeader.
   uint64_t mantissa_bits = 0;
   // Rounded for the output of its layer, not each element by itself.

@@ -238,6 +238,7 @@ class Output {
     most.clipped_high_count = UINT64_MAX;
     most.nan_count = UINT64_MAX;
     most.infinity_count = UINT64_MAX;
+    most.coarse_scale_count = UINT64_MAX;
     most.mantissa_bits = UINT64_MAX;
     most.is_compensated = plan_.roundings.count(tensor) > 0;
     if (most.is_compensated) {

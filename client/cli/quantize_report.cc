@@ -123,6 +123,7 @@ Json OutcomeJson(const Shard& shard, const files::FileTensor& tensor,
     json["clipped_high_count"] = outcome.clipped_high_count;
     json["nan_count"] = outcome.nan_count;
     json["infinity_count"] = outcome.infinity_count;
+    json["coarse_scale_count"] = outcome.coarse_scale_count;
   }
   if (outcome.output_noise.has_value()) {
     json["output_noise"] = OutputNoiseJson(*outcome.output_noise);
@@ -190,6 +191,7 @@ class RunReport {
       if (plan_.is_complete) session_.Print(SummaryText());
     }
     PrintNotFinite();
+    PrintCoarseScales();
     PrintClippedInputs();
     PrintLeftOut();
     PrintNearest();
@@ -367,6 +369,22 @@ class RunReport {
             "quantctl: tensor ", tensor.name, " ",
             NotFiniteText(outcome.nan_count, outcome.infinity_count),
             LostBlocksText(outcome)));
+      }
+    }
+    PrintNotes(notes, &session_);
+  }
+
+  void PrintCoarseScales() {
+    std::vector<std::string> notes;
+    for (const std::unique_ptr<Shard>& shard : plan_.shards) {
+      for (const files::FileTensor& tensor : shard->input.tensors()) {
+        const Outcome& outcome = plan_.outcomes.at(tensor.name);
+        if (outcome.coarse_scale_count == 0) continue;
+        notes.push_back(absl::StrCat(
+            "quantctl: tensor ", tensor.name, ": ",
+            CountText(outcome.coarse_scale_count),
+            " scales are below 2^-20, where float16 has few numbers: their "
+            "elements lose much"));
       }
     }
     PrintNotes(notes, &session_);

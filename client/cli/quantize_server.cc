@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
 #include "client/cli/interrupt.h"
 #include "client/cli/session.h"
 #include "client/cpp/errors.h"
@@ -32,6 +34,22 @@ v1::NanPolicy NanPolicyOf(absl::string_view text) {
   return policy;
 }
 
+// How many float16 scales are so small, below 2^-20, that rounding them up to
+// the next one makes them larger by a sixteenth or more: reals of their blocks
+// may be lost. Blocks of zeros have scale 1.
+uint64_t CountCoarse(absl::Span<const uint8_t> scales) {
+  // Bits are in units of 2^-24 up to 2^-14.
+  constexpr uint16_t kFinerFrom = 16;
+  uint64_t count = 0;
+  for (size_t i = 0; i + sizeof(uint16_t) <= scales.size();
+       i += sizeof(uint16_t)) {
+    uint16_t bits;
+    std::memcpy(&bits, scales.data() + i, sizeof(bits));
+    count += bits < kFinerFrom ? 1 : 0;
+  }
+  return count;
+}
+
 void SetOutcome(const QuantizeResult& result, uint64_t output_bytes,
                 Outcome* outcome) {
   const v1::QuantizeSummary& summary = result.summary;
@@ -44,6 +62,10 @@ void SetOutcome(const QuantizeResult& result, uint64_t output_bytes,
   outcome->infinity_count =
       summary.positive_infinity_count() + summary.negative_infinity_count();
   outcome->mantissa_bits = result.header.mantissa_bits();
+  // Others went to a sink.
+  if (result.header.encoding().scale_type() == v1::SCALE_TYPE_FLOAT16) {
+    outcome->coarse_scale_count += CountCoarse(result.scales.scale.span());
+  }
   if (summary.has_output_noise()) {
     outcome->output_noise = summary.output_noise();
   }
@@ -77,7 +99,7 @@ absl::Status QuantizeServer::Quantize(const TensorSink& sink,
   work.make_job = [this, &sink, tasks](size_t i) {
     (*tasks)[i].hold = (*tasks)[i].tensor->Hold();
     QuantizeJob job = MakeJob(&(*tasks)[i]);
-    if (sink.set_sinks) sink.set_sinks(i, &job);
+    SetSinks(sink, i, (*tasks)[i], &job);
     return job;
   };
   work.take = [this, &sink, tasks, progress](
@@ -139,8 +161,22 @@ absl::StatusOr<QuantizeResult> QuantizeServer::QuantizeInTwoPasses(
       internal::FindEncoding(job.tensor, task->spec, client());
   if (!encoding.ok()) return encoding.status();
   job.source = *std::move(encoding);
-  if (sink.set_sinks) sink.set_sinks(i, &job);
+  SetSinks(sink, i, *task, &job);
   return client()->Quantize(job);
+}
+
+void QuantizeServer::SetSinks(const TensorSink& sink, size_t i,
+                              const TensorTask& task, QuantizeJob* job) {
+  if (sink.set_sinks) sink.set_sinks(i, job);
+  Sink& scale = job->scale_sinks.scale;
+  if (!scale || task.spec.scale_type() != v1::SCALE_TYPE_FLOAT16) return;
+  scale = [write = std::move(scale), outcome = task.outcome](
+              uint64_t offset_bytes, absl::Span<const uint8_t> bytes) {
+    // A retry begins anew.
+    if (offset_bytes == 0) outcome->coarse_scale_count = 0;
+    outcome->coarse_scale_count += CountCoarse(bytes);
+    return write(offset_bytes, bytes);
+  };
 }
 
 absl::Status QuantizeServer::TakeResult(

@@ -81,6 +81,9 @@ class QuantizeServer {
 
  private:
   QuantizeJob MakeJob(TensorTask* task);
+  // Those of `sink`; scales are counted on their way.
+  static void SetSinks(const TensorSink& sink, size_t i, const TensorTask& task,
+                       QuantizeJob* job);
   // Whether an error is that the server cannot hold the tensor, which it need
   // not where it is given the encoding.
   bool IsTooLarge(const absl::Status& status, const TensorTask& task) const;

@@ -34,12 +34,25 @@ namespace {
 constexpr size_t kPieceBlocks = 64;
 // What counts nothing is not to become anything.
 constexpr double kLeastWeight = 1e-6;
+// Blocks whose largest element is below `most_coarse` in magnitude have a d
+// that float16 has few numbers for: below 2^-20, or 2^-24 where integers make
+// up for it.
+struct CoarseLimit {
+  absl::string_view type;
+  float most_coarse;
+};
+constexpr CoarseLimit kCoarseLimits[] = {
+    {"q4_0", 8 * 0x1p-20F},       {"q4_1", 15 * 0x1p-20F},
+    {"q5_0", 16 * 0x1p-20F},      {"q5_1", 31 * 0x1p-20F},
+    {"q8_0", 127 * 0x1p-20F},     {"q4_K", 15 * 63 * 0x1p-24F},
+    {"q5_K", 31 * 63 * 0x1p-24F}, {"q6_K", 32 * 128 * 0x1p-24F}};
 
 struct PieceErrors {
   double signal = 0;
   double squared = 0;
   double absolute = 0;
   double largest = 0;
+  uint64_t coarse_scale_count = 0;
   // Of an element that has no place, or the count of elements.
   size_t refused = 0;
 };
@@ -51,6 +64,13 @@ struct Fallback {
 };
 constexpr Fallback kFallbacks[] = {
     {"q4_K", "q5_0"}, {"q5_K", "q5_1"}, {"q6_K", "q8_0"}};
+
+float MostCoarse(const files::GgufType& type) {
+  for (const CoarseLimit& limit : kCoarseLimits) {
+    if (limit.type == type.name) return limit.most_coarse;
+  }
+  return 0;
+}
 
 // Elements [begin, end) of a tensor.
 std::vector<float> FloatElements(const files::FileTensor& tensor, size_t begin,
@@ -85,6 +105,7 @@ class BlockMaker {
         type_(type),
         importance_(importance),
         encoder_(*files::FindGgufEncoder(type)),
+        most_coarse_(MostCoarse(type)),
         block_elements_(static_cast<size_t>(type.block_elements)),
         block_bytes_(static_cast<size_t>(type.block_bytes)),
         element_count_(tensor.data.size() /
@@ -107,7 +128,8 @@ class BlockMaker {
     for (std::thread& other : others) other.join();
   }
 
-  absl::StatusOr<std::vector<uint8_t>> Finish(v1::ErrorMetrics* metrics) {
+  absl::StatusOr<std::vector<uint8_t>> Finish(v1::ErrorMetrics* metrics,
+                                              uint64_t* coarse_scale_count) {
     PieceErrors sum;
     for (size_t piece = 0; piece < errors_.size(); ++piece) {
       const PieceErrors& errors = errors_[piece];
@@ -116,6 +138,10 @@ class BlockMaker {
       sum.squared += errors.squared;
       sum.absolute += errors.absolute;
       sum.largest = std::max(sum.largest, errors.largest);
+      sum.coarse_scale_count += errors.coarse_scale_count;
+    }
+    if (coarse_scale_count != nullptr) {
+      *coarse_scale_count = sum.coarse_scale_count;
     }
     const auto count = static_cast<double>(std::max<size_t>(1, element_count_));
     metrics->set_count(element_count_);
@@ -159,6 +185,7 @@ class BlockMaker {
       if (!importance_.empty()) SetWeights(b, weights.data());
       encoder_.encode(block, weights.data(), bytes);
       type_.decode(bytes, decoded.data());
+      errors.coarse_scale_count += IsCoarse(block) ? 1 : 0;
       for (size_t i = 0; i < block_elements_; ++i) {
         const double error = double{decoded[i]} - double{block[i]};
         errors.signal += double{block[i]} * double{block[i]};
@@ -168,6 +195,14 @@ class BlockMaker {
       }
     }
     return errors;
+  }
+
+  bool IsCoarse(const float* elements) const {
+    float largest = 0;
+    for (size_t i = 0; i < block_elements_; ++i) {
+      largest = std::max(largest, std::fabs(elements[i]));
+    }
+    return largest > 0 && largest < most_coarse_;
   }
 
   // Those of a block, of which the largest is 1.
@@ -195,6 +230,7 @@ class BlockMaker {
   const files::GgufType& type_;
   const absl::Span<const double> importance_;
   const files::GgufEncoder& encoder_;
+  const float most_coarse_;
   const size_t block_elements_;
   const size_t block_bytes_;
   const size_t element_count_;
@@ -238,11 +274,12 @@ std::string NoWholeBlocksText(const SpecTemplate& spec,
 
 absl::StatusOr<std::vector<uint8_t>> MakeGgufBlocks(
     const files::FileTensor& tensor, const files::GgufType& type,
-    v1::ErrorMetrics* metrics, absl::Span<const double> importance) {
+    v1::ErrorMetrics* metrics, absl::Span<const double> importance,
+    uint64_t* coarse_scale_count) {
   const std::shared_ptr<const void> hold = tensor.Hold();
   BlockMaker maker(tensor, type, importance);
   maker.Run();
-  return maker.Finish(metrics);
+  return maker.Finish(metrics, coarse_scale_count);
 }
 
 }  // namespace quantd

@@ -40,12 +40,16 @@ std::string NoWholeBlocksText(const SpecTemplate& spec,
 //               number for each, at least 0 and finite, of which only the
 //               ratios within a block count. Within a block none counts less
 //               than a millionth of another. Empty: all count the same.
+// `coarse_scale_count`  gets the number of blocks, not all 0, whose elements
+//               are so small that float16 has few numbers for their d; null:
+//               not counted.
 // Requires: FindGgufEncoder(type); elements of floats, in rows of whole blocks.
 // Errors: ARGUMENT_INVALID for an element that is not finite, or above
 // GgufEncoder::most_element in magnitude.
 absl::StatusOr<std::vector<uint8_t>> MakeGgufBlocks(
     const files::FileTensor& tensor, const files::GgufType& type,
-    v1::ErrorMetrics* metrics, absl::Span<const double> importance = {});
+    v1::ErrorMetrics* metrics, absl::Span<const double> importance = {},
+    uint64_t* coarse_scale_count = nullptr);
 
 }  // namespace quantd
 

@@ -659,6 +659,51 @@ def test_WhatIsNotFiniteIsWarnedOf(tmp_path, client, quantctl):
             "quantize", source, "-o", tmp_path / "z", "--spec", spec, "--force")
 
 
+def test_ScalesThatFloat16HasFewNumbersForAreWarnedOf(tmp_path, client,
+                                                      quantctl):
+    source = tmp_path / "x.safetensors"
+    weight = np.random.default_rng(1).standard_normal((4, 256), np.float32)
+    weight *= np.float32(2e-8)
+    weight[0] = 0
+    weight[1, :32] = 1
+    quantd.save(source, {"a.weight": weight})
+    text = ("23 scales are below 2^-20, where float16 has few numbers: their "
+            "elements lose much")
+    spec = "int8:group:32:scale=float16"
+    with pytest.warns(RuntimeWarning) as told:
+        quantd.quantize_model(source, tmp_path / "y", spec, client=client)
+    assert [str(one.message) for one in told] == [
+        f"quantd: tensor 'a.weight': {text}"]
+    assert told[0].filename == __file__
+    for name, flags in (("y.safetensors", ("--spec", spec)),
+                        ("y.gguf", ("--spec", spec)),
+                        ("own.gguf", ("--spec", "q8_0", "--no-store"))):
+        assert f"quantctl: tensor a.weight: {text}\n" in quantctl(
+            "quantize", source, "-o", tmp_path / name, *flags)
+    # Of q6_K, those of two super-blocks.
+    for kind, said in (("q8_0", text), ("q6_K", text.replace("23", "2"))):
+        with pytest.warns(RuntimeWarning) as told:
+            quantd.save(tmp_path / "z.gguf", {"a.weight": weight},
+                        gguf_types={"a.weight": kind}, overwrite=True)
+        assert [str(one.message) for one in told] == [
+            f"quantd: tensor 'a.weight': {said}"]
+        assert told[0].filename == __file__
+    assert f"quantctl: tensor a.weight: {said}\n" in quantctl(
+        "quantize", source, "-o", tmp_path / "6.gguf", "--spec", "q6_K",
+        "--no-store")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantd.quantize_model(source, tmp_path / "w", "int8:group:32",
+                              client=client)
+        # Where all are the same, there is a minimum alone.
+        for kind in ("q8_0", "q4_1", "q6_K"):
+            quantd.save(tmp_path / "w.gguf", {"a": np.ones((4, 256)),
+                                              "b": np.zeros((4, 256))},
+                        gguf_types={"a": kind, "b": kind}, overwrite=True)
+    assert "float16" not in quantctl("quantize", source, "-o", tmp_path / "v",
+                                     "--spec", "int8:group:32")
+
+
 def test_NamesThatCodesWouldTakeAreFree(tmp_path, client, quantctl):
     source, target = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
     quantd.save(source, {"a": np.ones((4, 4)), "a.zero_point": np.zeros(4),

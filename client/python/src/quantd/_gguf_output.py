@@ -13,6 +13,7 @@ from typing import Iterable, Optional, Sequence
 import numpy as np
 
 from quantd import _files, _gguf, _gguf_encoders, errors
+from quantd._values import warn_of_coarse_scales
 from quantd.results import QuantizedTensor
 from quantd.tensor import Array, format_info, unpack
 
@@ -145,8 +146,11 @@ def blocks_item(path: str, name: str, kind: str, dtype: str, array: Array,
         raise refuse("expected finite elements of at most "
                      f"{encoder.most_element:.0f} in magnitude, as "
                      f"{kind} has")
+    reals = reals.astype(np.float32)
+    warn_of_coarse_scales(
+        name, _gguf_encoders.coarse_scale_count(reals, kind), 5)
     return GgufItem(name, _NUMBERS[kind], array.shape, _gguf_encoders.encode(
-        reals.astype(np.float32), kind, importance))
+        reals, kind, importance))
 
 
 def _row_of(tensor: QuantizedTensor) -> Optional[_Row]:

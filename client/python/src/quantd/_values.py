@@ -91,6 +91,23 @@ def warn_of_not_finite(name: str, format_name: str, nan_count: int,
             RuntimeWarning, stacklevel=stacklevel + 1)
 
 
+def coarse_scale_count(encoding: Encoding) -> int:
+    """How many float16 scales are so small, below 2^-20, that rounding them up
+    to the next one makes them larger by a sixteenth or more."""
+    if encoding.stored_scale_type != "float16":
+        return 0
+    return int(np.count_nonzero(encoding.scale < 2**-20))
+
+
+def warn_of_coarse_scales(name: str, count: int, stacklevel: int) -> None:
+    """Of a tensor that was quantized."""
+    if count:
+        warnings.warn(
+            f"quantd: tensor {name!r}: {count} scales are below 2^-20, where "
+            "float16 has few numbers: their elements lose much",
+            RuntimeWarning, stacklevel=stacklevel + 1)
+
+
 def dequantize(codes: Array, encoding: Encoding, shape: Sequence[int],
                element_type: str) -> Array:
     """x' of every code, in `shape`, with the bits that the service answers;

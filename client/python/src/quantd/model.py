@@ -28,7 +28,8 @@ from quantd._scale_stream import xxh3_64
 from quantd._specs import Filter, SpecSet, SpecsLike, Template
 from quantd._tables import ResultList, Tabular
 from quantd._ties import Group, Ties, TiesLike
-from quantd._values import warn_of_not_finite
+from quantd._values import (coarse_scale_count, warn_of_coarse_scales,
+                            warn_of_not_finite)
 from quantd.client import Client
 from quantd.encoding import EncodingSpec
 from quantd.files import Path
@@ -47,7 +48,8 @@ _MOST_NAMES = 10
 _ROOM_FROM_BYTES = 16 << 20
 _OTHER_PART = (", made from another source or with other arguments than these; "
                "all parts need the same ones")
-_RECORDED = ("clipped_low", "clipped_high", "nan", "infinity", "mantissa_bits")
+_RECORDED = ("clipped_low", "clipped_high", "nan", "infinity",
+             "coarse_scales", "mantissa_bits")
 _NAN_POLICIES = (None, "zero_point", "qmin", "reject")
 
 
@@ -110,6 +112,7 @@ class _Outcome:
     clipped_high: int = 0
     nan: int = 0
     infinity: int = 0
+    coarse_scales: int = 0
     mantissa_bits: int = 0
     is_compensated: bool = False
     output_noise: Optional[OutputNoise] = None
@@ -243,7 +246,8 @@ def quantize_model(
         which.
 
     Tensors with NaN or infinities are warned of; nan_policy="reject" refuses
-    them.
+    them. So are those with float16 scales below 2^-20, where it has few
+    numbers.
 
     Only the tensors under way are in memory, and codes go to a file without a
     name in the target's folder: a model may be larger than memory.
@@ -842,7 +846,7 @@ class _Run:
             compensated = self._outcomes[tensor.name].is_compensated
             records[tensor.name] = _Outcome(
                 None, True, "u" + encoding.format, most, most, most, most,
-                most, most, compensated,
+                most, most, most, compensated,
                 OutputNoise(1, "gram", most) if compensated else None
             ).record()
             metadata[_layout.KEY_PREFIX + tensor.name] = (
@@ -995,6 +999,7 @@ class _Run:
                 outcome = self._outcomes[tensor.name]
                 warn_of_not_finite(tensor.name, outcome.format, outcome.nan,
                                    outcome.infinity, 4)
+                warn_of_coarse_scales(tensor.name, outcome.coarse_scales, 4)
                 result = ("kept" if target.is_kept else
                           "failed" if outcome.error is not None else
                           "quantized" if outcome.is_quantized else "copied")
@@ -1190,6 +1195,7 @@ class _Sender:
         outcome.clipped_low = summary.clipped_low_count
         outcome.clipped_high = summary.clipped_high_count
         outcome.nan = summary.nan_count
+        outcome.coarse_scales = coarse_scale_count(encoding)
         outcome.output_noise = summary.output_noise
         outcome.mantissa_bits = result.mantissa_bits
         outcome.infinity = (summary.positive_infinity_count +
