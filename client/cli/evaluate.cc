@@ -189,8 +189,8 @@ absl::StatusOr<EvaluateJob> MakeJob(const EvaluateOptions& options,
 }
 
 // Takes away the tensors whose rows have no whole blocks of a candidate, and
-// says which, and whose blocks are of another type. Those that --include names
-// stay, and fail.
+// says which, whose blocks are of another type, and which have one scale. Those
+// that --include names stay, and fail.
 // Errors: ARGUMENT_INVALID if none is left.
 absl::Status LeaveOutNoBlocks(const EvaluateOptions& options,
                               const std::vector<Candidate>& candidates,
@@ -204,6 +204,10 @@ absl::Status LeaveOutNoBlocks(const EvaluateOptions& options,
     bool is_left_out = false;
     for (const Candidate& candidate : candidates) {
       if (candidate.is_stored) continue;
+      const std::string one_scale = OneScaleText(candidate.spec, *tensor);
+      if (!one_scale.empty()) {
+        notes.push_back(absl::StrCat("quantctl: ", one_scale));
+      }
       const files::GgufType* const type =
           BlockTypeFor(candidate.spec, tensor->shape);
       const std::string text =

@@ -670,7 +670,14 @@ absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
         const absl::Status checked =
             CheckSelected(options, *plan, shard->input, tensor, status);
         if (!checked.ok()) return checked;
-        if (status->ok()) shard->selected.push_back(&tensor);
+        if (status->ok()) {
+          shard->selected.push_back(&tensor);
+          const std::string text =
+              OneScaleText(*plan->specs.For(tensor.name), tensor);
+          if (!text.empty()) {
+            plan->notes.push_back(absl::StrCat("quantctl: ", text));
+          }
+        }
       } else if (options.IsGguf()) {
         *status =
             GgufEntryOf(options.output.path, shard->input, tensor, nullptr)

@@ -245,6 +245,22 @@ std::string NamesText(std::vector<std::string> names) {
           : "");
 }
 
+std::string OneScaleText(const SpecTemplate& spec,
+                         const files::FileTensor& tensor) {
+  const Granularity& granularity = spec.granularity;
+  const bool is_group = granularity.kind == Granularity::Kind::kGroup;
+  if (tensor.shape.size() != 1 || tensor.shape[0] < 2 ||
+      (!is_group && granularity.kind != Granularity::Kind::kPerChannel)) {
+    return "";
+  }
+  return absl::StrCat("tensor ", tensor.name,
+                      ": one scale for all of it, not one for each ",
+                      is_group ? absl::StrCat("group of ", granularity.group,
+                                              "; block=", granularity.group,
+                                              " makes such of one dimension")
+                               : "channel, as it has one dimension");
+}
+
 void PrintNotes(const std::vector<std::string>& notes, Session* session) {
   for (size_t i = 0; i < notes.size() && i < kMostLines; ++i) {
     session->PrintError(notes[i]);

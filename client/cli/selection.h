@@ -58,6 +58,11 @@ struct TensorError {
 // The first names, and how many more there are.
 std::string NamesText(std::vector<std::string> names);
 
+// What is said of a tensor of one dimension that has one scale, although the
+// spec has one for each channel or group; empty for others.
+std::string OneScaleText(const SpecTemplate& spec,
+                         const files::FileTensor& tensor);
+
 // Prints the first notes, and how many more there are.
 void PrintNotes(const std::vector<std::string>& notes, Session* session);
 

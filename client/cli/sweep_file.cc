@@ -78,6 +78,7 @@ class FileSweeper {
     if (!taken.ok()) return session_.FailUsage(taken.status());
     status = IgnoreInGguf(*specs, &*taken);
     if (!status.ok()) return session_.FailUsage(status);
+    PrintOneScale(*specs, *taken);
     if (!outputs_.empty()) {
       for (const files::FileTensor* const tensor : *taken) {
         status = CheckNameForSpecFile(tensor->name);
@@ -150,6 +151,18 @@ class FileSweeper {
       outputs_.push_back(output.path);
     }
     return absl::OkStatus();
+  }
+
+  void PrintOneScale(const std::vector<SpecTemplate>& specs,
+                     const std::vector<const files::FileTensor*>& taken) {
+    std::vector<std::string> notes;
+    for (const files::FileTensor* const tensor : taken) {
+      for (const SpecTemplate& spec : specs) {
+        const std::string text = OneScaleText(spec, *tensor);
+        if (!text.empty()) notes.push_back(absl::StrCat("quantctl: ", text));
+      }
+    }
+    if (!session_.quiet) PrintNotes(notes, &session_);
   }
 
   // With a spec of GGUF alone leaves out what `quantize -o OUT.gguf` leaves as

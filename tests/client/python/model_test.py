@@ -704,6 +704,37 @@ def test_ScalesThatFloat16HasFewNumbersForAreWarnedOf(tmp_path, client,
                                      "--spec", "int8:group:32")
 
 
+def test_OneScaleInPlaceOfGroupsIsWarnedOf(tmp_path, client, quantctl):
+    source = tmp_path / "x.safetensors"
+    quantd.save(source, {"flat": np.arange(256, dtype=np.float32),
+                         "w": np.ones((4, 64), np.float32),
+                         "one": np.ones(1, np.float32)})
+    for spec, more in (
+            ("int4:group:64", "group of 64; {} of one dimension make such"),
+            ("int8:per-channel", "channel, as it has one dimension")):
+        text = "one scale for all of it, not one for each " + more
+        with pytest.warns(RuntimeWarning) as told:
+            quantd.quantize_model(source, tmp_path / "y", spec, client=client,
+                                  min_rank=0, overwrite=True)
+        assert [str(one.message) for one in told] == [
+            "quantd: tensor 'flat': " + text.format("blocks")]
+        assert told[0].filename == __file__
+        text = text.replace("{} of one dimension make such",
+                            "block=64 makes such of one dimension")
+        for command in (("quantize", "-o", tmp_path / "z", "--force"),
+                        ("evaluate",), ("sweep",)):
+            budget = ("--min-sqnr", "1") if command[0] == "sweep" else ()
+            said = quantctl(command[0], source, *command[1:], "--spec", spec,
+                            "--all", *budget)
+            assert f"quantctl: tensor flat: {text}\n" in said, command
+            assert "tensor w:" not in said and "tensor one:" not in said
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantd.quantize_model(source, tmp_path / "y", {
+            "flat": quantd.EncodingSpec("int4", quantd.blocks(64))},
+                              client=client, min_rank=0, overwrite=True)
+
+
 def test_NamesThatCodesWouldTakeAreFree(tmp_path, client, quantctl):
     source, target = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
     quantd.save(source, {"a": np.ones((4, 4)), "a.zero_point": np.zeros(4),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from typing import Any, Iterable, Mapping, Optional, Sequence, Union
 
 from quantd import _files, _globs, errors
@@ -43,6 +44,20 @@ def block_size_of(granularity: Granularity, shape: Sequence[int]
                 f"the block size, got rank {rank}")
         return tuple(granularity.block_size)
     return ()
+
+
+def warn_of_one_scale(name: str, granularity: Granularity,
+                      shape: Sequence[int], stacklevel: int) -> None:
+    """Of a tensor of one dimension that was quantized."""
+    if (len(shape) != 1 or shape[0] < 2 or
+            granularity.kind not in ("per_channel", "group")):
+        return
+    warnings.warn(
+        f"quantd: tensor {name!r}: one scale for all of it, not one for each " +
+        (f"group of {granularity.group_size}; blocks of one dimension make "
+         "such" if granularity.kind == "group" else
+         "channel, as it has one dimension"),
+        RuntimeWarning, stacklevel=stacklevel + 1)
 
 
 @dataclasses.dataclass(frozen=True)

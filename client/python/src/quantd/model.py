@@ -25,7 +25,8 @@ from quantd._plain import open_plain
 from quantd._progress import Progress, ProgressLike
 from quantd._requests import QuantizeJob
 from quantd._scale_stream import xxh3_64
-from quantd._specs import Filter, SpecSet, SpecsLike, Template
+from quantd._specs import (Filter, SpecSet, SpecsLike, Template,
+                           warn_of_one_scale)
 from quantd._tables import ResultList, Tabular
 from quantd._ties import Group, Ties, TiesLike
 from quantd._values import (coarse_scale_count, warn_of_coarse_scales,
@@ -247,7 +248,7 @@ def quantize_model(
 
     Tensors with NaN or infinities are warned of; nan_policy="reject" refuses
     them. So are those with float16 scales below 2^-20, where it has few
-    numbers.
+    numbers, and those of one dimension that have one scale for groups.
 
     Only the tensors under way are in memory, and codes go to a file without a
     name in the target's folder: a model may be larger than memory.
@@ -1000,6 +1001,10 @@ class _Run:
                 warn_of_not_finite(tensor.name, outcome.format, outcome.nan,
                                    outcome.infinity, 4)
                 warn_of_coarse_scales(tensor.name, outcome.coarse_scales, 4)
+                if outcome.is_quantized:
+                    warn_of_one_scale(
+                        tensor.name, self._template(tensor.name).granularity,
+                        tensor.shape, 4)
                 result = ("kept" if target.is_kept else
                           "failed" if outcome.error is not None else
                           "quantized" if outcome.is_quantized else "copied")
