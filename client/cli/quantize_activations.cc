@@ -402,11 +402,6 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
   }
   std::optional<StoredRanges> stored;
   if (client != nullptr) stored.emplace(options.name, client);
-  if (files::IsFolder(options.input)) {
-    absl::StatusOr<Json> config = ReadConfig(options.input, kModelConfigName);
-    if (!config.ok()) return config.status();
-    plan->config = *std::move(config);
-  }
   const std::optional<AttentionRows> attention = AttentionRowsOf(plan->config);
   Schemes schemes;
   absl::flat_hash_set<const files::FileTensor*> ragged;

@@ -35,12 +35,10 @@
 #include "client/cli/table.h"
 #include "client/cli/tensor_options.h"
 #include "client/cpp/errors.h"
-#include "client/cpp/text_file.h"
 #include "client/files/coded_tensor.h"
 #include "client/files/errors.h"
 #include "client/files/gguf_builder.h"
 #include "client/files/gguf_types.h"
-#include "client/files/json.h"
 #include "client/files/shard_index.h"
 #include "client/models/gguf_blocks.h"
 #include "client/models/model_config.h"
@@ -213,12 +211,12 @@ absl::Status OpenInputs(const QuantizeOptions& options, QuantizePlan* plan) {
   for (const std::unique_ptr<Shard>& shard : plan->shards) {
     inputs.push_back(&shard->input);
   }
-  // What is wrong with config.json comes up where it is written.
-  plan->experts = SplitExperts(
-      inputs,
-      ModelTypeOf(files::ParseJson(
-          internal::ReadTextFile(files::PathIn(options.input, kModelConfigName))
-              .value_or(""))));
+  if (files::IsFolder(options.input)) {
+    absl::StatusOr<Json> config = ReadConfig(options.input, kModelConfigName);
+    if (!config.ok()) return config.status();
+    plan->config = *std::move(config);
+  }
+  plan->experts = SplitExperts(inputs, ModelTypeOf(plan->config));
   for (const FusedExperts& experts : plan->experts) {
     RenameSpecs(experts, &plan->specs);
   }
