@@ -92,9 +92,8 @@ class Slurm:
     def start(self, *command):
         with open(self.path(command[0] + ".out"), "wb") as log:
             self.processes.append(subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, env=self.environment,
-                preexec_fn=live_server.die_with_parent))
+                live_server.with_parent(*command), stdin=subprocess.DEVNULL,
+                stdout=log, stderr=subprocess.STDOUT, env=self.environment))
 
     def logs(self):
         found = []

@@ -11,7 +11,8 @@ import tempfile
 import time
 
 import certificates
-from live_server import PATIENCE_S, ROOT, die_with_parent, which
+from live_server import (PATIENCE_S, ROOT, die_with_parent, which,
+                         with_parent)
 
 
 class PostgresqlCluster:
@@ -143,9 +144,9 @@ class Nginx:
         self._log = os.path.join(self._folder, "log")
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                [which("nginx"), "-p", self._folder, "-c", path,
-                 "-g", "daemon off;"], stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, preexec_fn=die_with_parent)
+                with_parent(which("nginx"), "-p", self._folder, "-c", path,
+                            "-g", "daemon off;"),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:

@@ -30,6 +30,12 @@ def die_with_parent():
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def with_parent(*command):
+    """The same for a command: no code of this process, in which gRPC has
+    threads, runs in the child."""
+    return ["setpriv", "--pdeathsig", "KILL", *command]
+
+
 def generate_stubs(folder):
     """Generates Python stubs from proto/ alone into `folder`, importable."""
     protos = sorted(

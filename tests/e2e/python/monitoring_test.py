@@ -209,11 +209,11 @@ class Prometheus:
         self._log = os.path.join(folder, "prometheus.log")
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                ["prometheus", "--config.file=" + path,
-                 "--storage.tsdb.path=" + os.path.join(folder, "data"),
-                 "--web.listen-address=" + address], cwd=folder,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                preexec_fn=live_server.die_with_parent)
+                live_server.with_parent(
+                    "prometheus", "--config.file=" + path,
+                    "--storage.tsdb.path=" + os.path.join(folder, "data"),
+                    "--web.listen-address=" + address),
+                cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def get(self, path, **parameters):
         """The data of an answer; what is not valid is an AssertionError."""
