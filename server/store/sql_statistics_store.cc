@@ -1149,10 +1149,10 @@ void SqlStatisticsStore::FreeStaged(const ContributionKey& key, int64_t set_id,
   } while (database_->Write(free).ok() && *count == kPiecesPerTransaction);
 }
 
-absl::Status SqlStatisticsStore::ForEachSource(
+absl::StatusOr<uint64_t> SqlStatisticsStore::ForEachSource(
     const EncodingKey& key, absl::string_view only,
     absl::FunctionRef<void()> begin,
-    absl::FunctionRef<absl::StatusOr<absl::optional<int64_t>>(
+    absl::FunctionRef<absl::StatusOr<absl::optional<SourceRow>>(
         SqlConnection&, const std::string& source)>
         read) {
   // With their incarnations.
@@ -1171,12 +1171,15 @@ absl::Status SqlStatisticsStore::ForEachSource(
       }
     });
   };
-  absl::StatusOr<absl::optional<int64_t>> incarnation;
-  const auto read_one = [&](const std::string& source) {
-    return database_->Read([&](SqlConnection& connection) {
-      incarnation = read(connection, source);
-      return incarnation.status();
+  absl::StatusOr<absl::optional<SourceRow>> row;
+  SourcesFingerprint fingerprint;
+  const auto read_one = [&](const std::string& source) -> absl::Status {
+    absl::Status status = database_->Read([&](SqlConnection& connection) {
+      row = read(connection, source);
+      return row.status();
     });
+    if (status.ok() && row->has_value()) fingerprint.Add((*row)->checksum);
+    return status;
   };
   const auto none = [&] {
     return database_->Read([&](SqlConnection& connection) {
@@ -1186,7 +1189,8 @@ absl::Status SqlStatisticsStore::ForEachSource(
   if (!only.empty()) {
     begin();
     if (absl::Status s = read_one(std::string(only)); !s.ok()) return s;
-    return incarnation->has_value() ? absl::OkStatus() : none();
+    if (!row->has_value()) return none();
+    return fingerprint.Get();
   }
   // Nobody but who deletes has it read again.
   while (true) {
@@ -1194,12 +1198,13 @@ absl::Status SqlStatisticsStore::ForEachSource(
     if (absl::Status s = list(&sources); !s.ok()) return s;
     if (sources.empty()) return none();
     begin();
+    fingerprint = {};
     bool is_whole = true;
     for (const auto& [source, listed] : sources) {
       if (absl::Status s = read_one(source); !s.ok()) return s;
-      if (!incarnation->has_value()) continue;
+      if (!row->has_value()) continue;
       // It was deleted, perhaps with those that were read, and came back.
-      is_whole = **incarnation == listed;
+      is_whole = (*row)->incarnation == listed;
       if (!is_whole) break;
       there.emplace_back(source, listed);
     }
@@ -1210,7 +1215,7 @@ absl::Status SqlStatisticsStore::ForEachSource(
         return absl::c_linear_search(sources, read);
       });
     }
-    if (is_whole) return absl::OkStatus();
+    if (is_whole) return fingerprint.Get();
   }
 }
 
@@ -1247,9 +1252,8 @@ absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadSources(
   // source, and in the merged one, which may not have had it.
   constexpr int64_t kMemoryPerStoredByte = 8;
   StoredStatistics stored;
-  SourcesFingerprint fingerprint;
   const auto read = [&](SqlConnection& connection, const std::string& source)
-      -> absl::StatusOr<absl::optional<int64_t>> {
+      -> absl::StatusOr<absl::optional<SourceRow>> {
     const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectAll);
     row->BindKey(key);
     row->BindText(4, source);
@@ -1266,7 +1270,6 @@ absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadSources(
                        kMemoryPerStoredByte * (head->size_bytes - row->Int(15));
         if (absl::Status s = proceed(memory_bytes); !s.ok()) return s;
         stored.gram_size_bytes += row->Int(15);
-        fingerprint.Add(head->checksum);
         reader.emplace(key, *std::move(head));
       }
       if (absl::Status s = reader->Add(*row); !s.ok()) return s;
@@ -1289,14 +1292,13 @@ absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadSources(
     if (!reader.has_value()) return absl::nullopt;
     absl::Status status = AddSource(&*reader, &stored);
     if (!status.ok()) return status;
-    return reader->head().incarnation;
+    return SourceRow{reader->head().incarnation, reader->head().checksum};
   };
-  const auto begin = [&] {
-    stored = {};
-    fingerprint = {};
-  };
-  if (absl::Status s = ForEachSource(key, only, begin, read); !s.ok()) return s;
-  stored.fingerprint = fingerprint.Get();
+  const auto begin = [&] { stored = {}; };
+  const absl::StatusOr<uint64_t> fingerprint =
+      ForEachSource(key, only, begin, read);
+  if (!fingerprint.ok()) return fingerprint.status();
+  stored.fingerprint = *fingerprint;
   return stored;
 }
 
@@ -1313,28 +1315,28 @@ absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGrams(
   constexpr int64_t kCopies = 2;
   absl::optional<core::GramState::Parts> whole;
   const auto read = [&](SqlConnection& connection, const std::string& source)
-      -> absl::StatusOr<absl::optional<int64_t>> {
+      -> absl::StatusOr<absl::optional<SourceRow>> {
     const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectGram);
     row->BindKey(key);
     row->BindText(4, source);
     absl::optional<GramAssembler> assembler;
-    absl::optional<int64_t> incarnation;
+    absl::optional<SourceRow> source_row;
     while (true) {
       absl::StatusOr<bool> found = row->Step("cannot read a Gram matrix");
       if (!found.ok()) return found.status();
       if (!*found) break;
-      const bool is_first = !incarnation.has_value();
+      const bool is_first = !source_row.has_value();
       const int64_t piece = row->Int(10);
       if (is_first) {
         absl::StatusOr<StatisticsRowHead> head = ReadHead(key, *row);
         if (!head.ok()) return head.status();
-        incarnation = head->incarnation;
+        source_row = SourceRow{head->incarnation, head->checksum};
         if (piece < 0) {
           // It had more, such as a Gram matrix.
           if (head->size_bytes != row->Int(13)) {
             return SourceCorruptError(key, source, "lack pieces");
           }
-          return incarnation;
+          return source_row;
         }
         assembler.emplace(SourceVersion{key, source, head->sequence});
       }
@@ -1361,10 +1363,11 @@ absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGrams(
     if (assembler.has_value()) {
       if (absl::Status s = assembler->Finish(); !s.ok()) return s;
     }
-    return incarnation;
+    return source_row;
   };
   const auto begin = [&] { whole.reset(); };
-  if (absl::Status s = ForEachSource(key, only, begin, read); !s.ok()) return s;
+  absl::Status status = ForEachSource(key, only, begin, read).status();
+  if (!status.ok()) return status;
   if (!whole.has_value()) return absl::optional<core::GramState>();
   absl::StatusOr<core::GramState> gram =
       core::GramState::FromParts(*std::move(whole));
@@ -1401,9 +1404,8 @@ absl::StatusOr<StoredMoments> SqlStatisticsStore::ReadMomentsOf(
     const EncodingKey& key, absl::string_view only,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   StoredMoments stored;
-  SourcesFingerprint fingerprint;
   const auto read = [&](SqlConnection& connection, const std::string& source)
-      -> absl::StatusOr<absl::optional<int64_t>> {
+      -> absl::StatusOr<absl::optional<SourceRow>> {
     const std::unique_ptr<SqlStatement> row =
         connection.Prepare(kSelectMoments);
     row->BindKey(key);
@@ -1413,20 +1415,18 @@ absl::StatusOr<StoredMoments> SqlStatisticsStore::ReadMomentsOf(
     if (!*found) return absl::nullopt;
     const absl::StatusOr<StatisticsRowHead> head = ReadHead(key, *row);
     if (!head.ok()) return head.status();
-    fingerprint.Add(head->checksum);
-    if (row->Int(10) < 0) return head->incarnation;
+    if (row->Int(10) < 0) return SourceRow{head->incarnation, head->checksum};
     absl::Status status = AddMomentsPiece(
         {key, source, head->sequence}, static_cast<uint64_t>(row->Int(11)),
         row->Bytes(12), proceed, &stored.moments);
     if (!status.ok()) return status;
-    return head->incarnation;
+    return SourceRow{head->incarnation, head->checksum};
   };
-  const auto begin = [&] {
-    stored = {};
-    fingerprint = {};
-  };
-  if (absl::Status s = ForEachSource(key, only, begin, read); !s.ok()) return s;
-  stored.fingerprint = fingerprint.Get();
+  const auto begin = [&] { stored = {}; };
+  const absl::StatusOr<uint64_t> fingerprint =
+      ForEachSource(key, only, begin, read);
+  if (!fingerprint.ok()) return fingerprint.status();
+  stored.fingerprint = *fingerprint;
   return stored;
 }
 

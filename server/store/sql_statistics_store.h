@@ -63,16 +63,22 @@ class SqlStatisticsStore : public StatisticsStore {
       absl::FunctionRef<void(const absl::Status&)> damaged);
 
  private:
+  // What tells the row of a source that was read from others.
+  struct SourceRow {
+    int64_t incarnation;
+    uint64_t checksum;
+  };
+
   // Has each source of a tensor read, or unless that is empty the only one, in
   // a transaction of its own: nobody waits for all of them. `begin` comes
   // first, and again with all sources where some were deleted and came back
-  // meanwhile. `read` answers the incarnation of what it read; none if the
-  // source is not there.
+  // meanwhile. `read` answers the row that it read; none if the source is not
+  // there. Answers the fingerprint of what was read.
   // Errors: STATISTICS_NOT_FOUND for none; those of `read`, STORE_UNAVAILABLE.
-  absl::Status ForEachSource(
+  absl::StatusOr<uint64_t> ForEachSource(
       const EncodingKey& key, absl::string_view only,
       absl::FunctionRef<void()> begin,
-      absl::FunctionRef<absl::StatusOr<absl::optional<int64_t>>(
+      absl::FunctionRef<absl::StatusOr<absl::optional<SourceRow>>(
           SqlConnection&, const std::string& source)>
           read);
   // Of all sources, or unless that is empty of the only one.
