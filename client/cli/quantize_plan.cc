@@ -1,6 +1,7 @@
 #include "client/cli/quantize_plan.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <iterator>
 #include <map>
@@ -430,32 +431,31 @@ constexpr absl::string_view kSiglipModules[] = {
     "*encoder.layers.*.mlp.fc1", "*encoder.layers.*.mlp.fc2", "*.head.mlp.fc1",
     "*.head.mlp.fc2"};
 
-// Those of a mixer of Mamba 1, of which vLLM has no quantized ones. It has them
-// of Mamba 2, which has no x_proj.
-constexpr absl::string_view kMamba1Modules[] = {".in_proj", ".x_proj",
-                                                ".dt_proj", ".out_proj"};
+// Modules of a kind of layer of which vLLM has no quantized ones.
+struct UnquantizedLayer {
+  // Suffixes of their names, behind that of the layer.
+  std::array<absl::string_view, 4> modules;
+  // Those of them that tell the kind of the layer: it has both.
+  std::array<absl::string_view, 2> marks;
+};
 
-bool IsOfMamba1(const QuantizePlan& plan, absl::string_view module) {
-  for (const absl::string_view name : kMamba1Modules) {
-    absl::string_view mixer = module;
-    if (absl::ConsumeSuffix(&mixer, name)) {
-      return plan.Find(absl::StrCat(mixer, ".x_proj.weight")) != nullptr &&
-             plan.Find(absl::StrCat(mixer, ".dt_proj.weight")) != nullptr;
-    }
-  }
-  return false;
-}
+constexpr UnquantizedLayer kUnquantizedLayers[] = {
+    // A mixer of Mamba 1. One of Mamba 2 has no x_proj.
+    {{".in_proj", ".x_proj", ".dt_proj", ".out_proj"}, {".x_proj", ".dt_proj"}},
+    // ModernBERT.
+    {{".attn.Wqkv", ".attn.Wo", ".mlp.Wi", ".mlp.Wo"},
+     {".attn.Wqkv", ".mlp.Wi"}}};
 
-// Those of a layer of ModernBERT, of which vLLM has no quantized ones.
-constexpr absl::string_view kModernBertModules[] = {".attn.Wqkv", ".attn.Wo",
-                                                    ".mlp.Wi", ".mlp.Wo"};
-
-bool IsOfModernBert(const QuantizePlan& plan, absl::string_view module) {
-  for (const absl::string_view name : kModernBertModules) {
-    absl::string_view layer = module;
-    if (absl::ConsumeSuffix(&layer, name)) {
-      return plan.Find(absl::StrCat(layer, ".attn.Wqkv.weight")) != nullptr &&
-             plan.Find(absl::StrCat(layer, ".mlp.Wi.weight")) != nullptr;
+bool IsOfUnquantizedLayer(const QuantizePlan& plan, absl::string_view module) {
+  for (const UnquantizedLayer& kind : kUnquantizedLayers) {
+    for (const absl::string_view name : kind.modules) {
+      absl::string_view layer = module;
+      if (absl::ConsumeSuffix(&layer, name) &&
+          absl::c_all_of(kind.marks, [&](absl::string_view mark) {
+            return plan.Find(absl::StrCat(layer, mark, ".weight")) != nullptr;
+          })) {
+        return true;
+      }
     }
   }
   return false;
@@ -559,8 +559,8 @@ bool IsIgnored(const QuantizeOptions& options, const QuantizePlan& plan,
   const absl::string_view module = ModuleOf(tensor.name);
   if (options.has_ignore) return MatchesAny(options.ignore, module);
   return !IsNamed(options, plan.specs, tensor.name) &&
-         (MatchesAny(kIgnoredModules, module) || IsOfMamba1(plan, module) ||
-          IsOfModernBert(plan, module) || IsOfVision(plan, module) ||
+         (MatchesAny(kIgnoredModules, module) ||
+          IsOfUnquantizedLayer(plan, module) || IsOfVision(plan, module) ||
           IsOfTorchAttention(plan, module) || IsOfRaggedSiglip(tensor) ||
           IsGateOfExperts(plan, tensor));
 }
