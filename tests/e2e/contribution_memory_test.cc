@@ -149,6 +149,31 @@ void MustContribute(v1::QuantizationService::Stub& stub,
   }
 }
 
+// The contributions of all ranks at a time. Answers how many were sent again.
+// `make_header`  of a rank and the number of one of its contributions, from 0.
+// `data_of`      of that number.
+template <typename MakeHeader, typename DataOf>
+int ContributeAll(const ServerProcess& server, int ranks,
+                  absl::Duration patience_per_rank,
+                  const MakeHeader& make_header, const DataOf& data_of) {
+  const absl::Duration deadline =
+      core::SteadyNow() + absl::Minutes(2) + ranks * patience_per_rank;
+  std::atomic<int> retries{0};
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      const auto stub = v1::QuantizationService::NewStub(server.NewChannel());
+      for (int i = 0; i < kContributions && !::testing::Test::HasFailure();
+           ++i) {
+        MustContribute(*stub, make_header(rank, i), data_of(i), deadline,
+                       &retries);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return retries.load();
+}
+
 TEST(ContributionMemoryTest, ManyRanksFitTheMemoryOfTheUnit) {
   const int ranks = Count("QUANTD_CONTRIBUTION_RANKS", kDefaultRanks);
   const std::vector<std::string> data = {MakeData(1), MakeData(2)};
@@ -159,23 +184,14 @@ TEST(ContributionMemoryTest, ManyRanksFitTheMemoryOfTheUnit) {
   const bool is_held = group.Add(server.pid());
 
   const absl::Duration begin = core::SteadyNow();
-  const absl::Duration deadline =
-      begin + absl::Minutes(2) + ranks * absl::Seconds(15);
-  std::atomic<int> retries{0};
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&, rank] {
-      const auto stub = v1::QuantizationService::NewStub(server.NewChannel());
-      for (int i = 0; i < kContributions && !::testing::Test::HasFailure();
-           ++i) {
-        v1::CalibrateHeader header =
-            MakeHeader(kChannels, kColumns, rank, i + 1);
-        header.mutable_contribution()->mutable_granularity()->set_axis(0);
-        MustContribute(*stub, header, data[i], deadline, &retries);
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  const auto make_header = [](int rank, int i) {
+    v1::CalibrateHeader header = MakeHeader(kChannels, kColumns, rank, i + 1);
+    header.mutable_contribution()->mutable_granularity()->set_axis(0);
+    return header;
+  };
+  const int retries =
+      ContributeAll(server, ranks, absl::Seconds(15), make_header,
+                    [&](int i) -> const std::string& { return data[i]; });
   const absl::Duration took = core::SteadyNow() - begin;
   const int64_t peak_bytes = PeakBytes(server.pid());
 
@@ -207,7 +223,7 @@ TEST(ContributionMemoryTest, ManyRanksFitTheMemoryOfTheUnit) {
       "again\n",
       ranks, is_held ? "in a control group" : "watched only",
       ranks * kContributions, absl::ToDoubleSeconds(took),
-      static_cast<double>(peak_bytes) / (1 << 20), retries.load());
+      static_cast<double>(peak_bytes) / (1 << 20), retries);
 }
 
 // Puts encodings of so many bytes together, and reads them.
@@ -263,26 +279,18 @@ TEST(ContributionMemoryTest, GramMatricesFitTheMemoryOfTheUnit) {
   const std::string data =
       ToBytes(std::vector<float>(static_cast<size_t>(kRows * features), 1));
   const absl::Duration begin = core::SteadyNow();
-  const absl::Duration deadline =
-      begin + absl::Minutes(2) + ranks * absl::Seconds(60);
-  std::atomic<int> retries{0};
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&, rank] {
-      const auto stub = v1::QuantizationService::NewStub(server.NewChannel());
-      for (int i = 0; i < kContributions && !::testing::Test::HasFailure();
-           ++i) {
-        v1::CalibrateHeader header = MakeHeader(kRows, features, rank, i + 1);
-        v1::Contribution& contribution = *header.mutable_contribution();
-        contribution.mutable_features()->set_gram(true);
-        for (int64_t k = 0; k < features; ++k) {
-          contribution.mutable_features()->add_step_exponent(-10);
-        }
-        MustContribute(*stub, header, data, deadline, &retries);
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  const auto make_header = [&](int rank, int i) {
+    v1::CalibrateHeader header = MakeHeader(kRows, features, rank, i + 1);
+    v1::Contribution& contribution = *header.mutable_contribution();
+    contribution.mutable_features()->set_gram(true);
+    for (int64_t k = 0; k < features; ++k) {
+      contribution.mutable_features()->add_step_exponent(-10);
+    }
+    return header;
+  };
+  const int retries =
+      ContributeAll(server, ranks, absl::Seconds(60), make_header,
+                    [&](int /*i*/) -> const std::string& { return data; });
   const int64_t peak_bytes = PeakBytes(server.pid());
   EXPECT_GT(peak_bytes, 0);
   if (!kSanitized) {
@@ -295,8 +303,7 @@ TEST(ContributionMemoryTest, GramMatricesFitTheMemoryOfTheUnit) {
       ranks, static_cast<long long>(features),
       absl::ToDoubleSeconds(core::SteadyNow() - begin),
       static_cast<double>(peak_bytes) / (1 << 20),
-      static_cast<long long>((budget_bytes + cache_bytes) >> 20),
-      retries.load());
+      static_cast<long long>((budget_bytes + cache_bytes) >> 20), retries);
   EXPECT_EQ(server.Terminate(), 0);
 }
 
