@@ -38,7 +38,7 @@ import time
 HERE = os.path.dirname(os.path.realpath(__file__))
 sys.path.insert(0, os.path.join(HERE, "../e2e/python"))
 # pylint: disable=wrong-import-position
-from live_server import die_with_parent
+from live_server import with_parent
 
 START_TIMEOUT_S = 60
 CHUNK_BYTES = 1 << 20
@@ -60,8 +60,8 @@ class Server:
 
     def __init__(self, command):
         self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, preexec_fn=die_with_parent)
+            with_parent(*command), stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
     def __enter__(self):
         return self

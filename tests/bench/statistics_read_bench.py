@@ -85,8 +85,9 @@ def measure(binary, folder, arguments):
         get = lambda: other.get_encoding(STORED)
         alone = latencies(get, arguments.seconds)
         readers = [subprocess.Popen(
-            [sys.executable, os.path.realpath(__file__), "--read", address],
-            stdout=subprocess.PIPE, preexec_fn=live_server.die_with_parent)
+            live_server.with_parent(sys.executable, os.path.realpath(__file__),
+                                    "--read", address),
+            stdout=subprocess.PIPE)
             for _ in range(arguments.readers)]
         try:
             for reader in readers:

@@ -82,9 +82,11 @@ def main():
     with live_server.LiveServer(
             os.path.join(options.build, "server/quantd")) as server, (
                 subprocess.Popen(
-                    [sys.executable, os.path.join(PEERS, "python_server.py")],
+                    live_server.with_parent(
+                        sys.executable,
+                        os.path.join(PEERS, "python_server.py")),
                     stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                    text=True, preexec_fn=live_server.die_with_parent)
+                    text=True)
             ) as python, quantd.Client(server.address) as client:
         port = python.stdout.readline().strip()
 

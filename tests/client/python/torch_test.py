@@ -775,9 +775,10 @@ def test_ATrainedNetworkKeepsItsAccuracy(server, client, tmp_path, capsys):
     command = [sys.executable, training.__file__, "--server", server.address,
                "--model", name, "--folder", str(tmp_path), "--ranks",
                str(RANKS)]
-    ranks = [subprocess.Popen([*command, "--rank", str(rank)],
-                              preexec_fn=live_server.die_with_parent)
-             for rank in range(RANKS)]
+    ranks = [
+        subprocess.Popen(
+            live_server.with_parent(*command, "--rank", str(rank)))
+        for rank in range(RANKS)]
     try:
         assert [rank.wait(TIMEOUT_S) for rank in ranks] == [0] * RANKS
     finally:

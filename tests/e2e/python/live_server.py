@@ -26,13 +26,13 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 
 def die_with_parent():
-    """For the child: a test that is killed leaves no server behind."""
+    """For a forked child: a test that is killed leaves no server behind."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def with_parent(*command):
-    """The same for a command: no code of this process, in which gRPC has
-    threads, runs in the child."""
+    """The same for a command. No code of this process runs in the child, as
+    that of a preexec_fn would: gRPC has threads here."""
     return ["setpriv", "--pdeathsig", "KILL", *command]
 
 
@@ -104,13 +104,12 @@ class LiveServer:
         self._log_path = os.path.join(self.folder, "quantd.log")
         with open(self._log_path, "ab") as log:
             self.process = subprocess.Popen(
-                [binary, "--listen", listen,
-                 "--metrics-listen", "127.0.0.1:0",
-                 "--store",
-                 store or "sqlite:" + os.path.join(self.folder, "store.db"),
-                 "--ready-file", ready, *flags],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                preexec_fn=die_with_parent)
+                with_parent(
+                    binary, "--listen", listen, "--metrics-listen",
+                    "127.0.0.1:0", "--store",
+                    store or "sqlite:" + os.path.join(self.folder, "store.db"),
+                    "--ready-file", ready, *flags),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         deadline = time.monotonic() + PATIENCE_S
         while not os.path.exists(ready):
             if self.process.poll() is not None:
