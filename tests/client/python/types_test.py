@@ -12,14 +12,8 @@ import package
 MYPY = shutil.which("mypy")
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.mark.skipif(MYPY is None, reason="without mypy")
-@pytest.mark.parametrize("what", ["package", "users"])
-def test_TypesAreAsStrictAsTheyCanBe(tmp_path, cache, what):
+def test_TypesAreAsStrictAsTheyCanBe(tmp_path):
     # The stubs of protoc are its own business.
     config = tmp_path / "mypy.ini"
     config.write_text(
@@ -30,25 +24,22 @@ def test_TypesAreAsStrictAsTheyCanBe(tmp_path, cache, what):
         # Minutes of other people's code.
         "[mypy-torch.*,numpy.ma.*]\nfollow_imports = skip\n",
         encoding="utf-8")
-    arguments = ["-p", "quantd"]
-    if what == "users":
-        blocks = []
-        for name in ("README.md", "client/python/README.md"):
-            with open(os.path.join(package.ROOT, name),
-                      encoding="utf-8") as file:
-                blocks += re.findall(r"^```python\n(.*?)^```", file.read(),
-                                     re.M | re.S)
-        arguments = []
-        for n, block in enumerate(blocks):
-            if "import quantd\n" in block or "import quantd." in block:
-                path = tmp_path / f"snippet{n}.py"
-                path.write_text(block, encoding="utf-8")
-                arguments.append(str(path))
-        assert arguments
+    blocks = []
+    for name in ("README.md", "client/python/README.md"):
+        with open(os.path.join(package.ROOT, name), encoding="utf-8") as file:
+            blocks += re.findall(r"^```python\n(.*?)^```", file.read(),
+                                 re.M | re.S)
+    users = []
+    for n, block in enumerate(blocks):
+        if "import quantd\n" in block or "import quantd." in block:
+            users.append(str(tmp_path / f"snippet{n}.py"))
+            with open(users[-1], "w", encoding="utf-8") as file:
+                file.write(block)
+    assert users
     result = subprocess.run(
-        [MYPY, "--config-file", str(config), "--cache-dir", str(cache),
-         *arguments],
-        cwd=package.FOLDER, env={**os.environ, "MYPYPATH": package.FOLDER},
+        [MYPY, "--config-file", str(config), "--cache-dir", os.devnull,
+         "quantd", *users],
+        cwd=package.FOLDER,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         check=False)
     assert result.returncode == 0, result.stdout
