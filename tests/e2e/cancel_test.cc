@@ -55,7 +55,7 @@ constexpr char kModel[] = "acme/net";
 constexpr char kSmallBlocks[] = "a slow search in small blocks";
 constexpr char kBestOf[] = "the best of slow searches";
 constexpr int kClients = 4;
-constexpr int kDefaultCancels = kThreadSanitized ? 100 : 300;
+constexpr int kDefaultCancels = kThreadSanitized ? 100 : 150;
 
 bool IsFullCount() { return std::getenv("QUANTD_CANCELS") != nullptr; }
 

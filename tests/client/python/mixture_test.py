@@ -21,7 +21,7 @@ SPECS = ["int2:group:32:half-step", "int3:group:32:half-step",
          "int5:group:64", "int6:group:64", "int8:per-channel", "nvfp4"]
 # Bits for each element.
 BUDGETS = {"digits": (3.5, 4, 4.5, 4.75, 5, 5.5, 6, 6.5),
-           "char-lm": (3.5, 4, 4.25, 4.5, 5, 5.5, 6, 7)}
+           "char-lm": (3.5, 4.25, 5, 6)}
 # Decibels that no mixture may lose, and that they gain on average.
 LEEWAY_DB = .3
 GAIN_DB = {"digits": .4, "char-lm": 1.}

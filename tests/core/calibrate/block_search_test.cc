@@ -172,8 +172,8 @@ TEST(BlockSearchTest, EverySimdTargetSumsTheSame) {
     const BlockGrid grid(search.encoding, !search.scaler.is_symmetric());
     const auto compare = [&](auto zero) {
       using T = decltype(zero);
-      for (const int64_t count : {0, 1, 2, 3, 5, 16, 63, 64, 65, 127, 300}) {
-        for (const int64_t trial_count : {16, 32, 80}) {
+      for (const int64_t count : {0, 1, 3, 16, 63, 65, 300}) {
+        for (const int64_t trial_count : {16, 80}) {
           // Begins where no vector does.
           std::vector<T> x(count + 1);
           for (T& value : x) {
@@ -766,7 +766,7 @@ TEST(BlockSearchTest, LosesNothingBesideAThousandRanges) {
     for (const Shape shape : kAllShapes) {
       SCOPED_TRACE(static_cast<int>(shape));
       double got = 0, want = 0;
-      for (int block = 0; block < 40; ++block) {
+      for (int block = 0; block < 20; ++block) {
         BlockElements elements = ElementsOf(Draw(shape, 128, &random));
         ASSERT_NO_FATAL_FAILURE(
             AddErrors(search, numbers, &elements, &got, &want));
@@ -797,7 +797,7 @@ TEST(BlockSearchTest, LosesNothingOnDataThatWeightsHave) {
     const CodeNumbers numbers(search.encoding);
     for (const Data& data : kinds) {
       double got = 0, want = 0;
-      for (int block = 0; block < 50; ++block) {
+      for (int block = 0; block < 25; ++block) {
         std::vector<double> values;
         for (int64_t i = 0; i < 128; ++i) values.push_back(data.draw(i));
         BlockElements elements = ElementsOf(values);

@@ -35,7 +35,7 @@ constexpr absl::Duration kWork = absl::Milliseconds(100);
 // sanitizers learn enough from a part of them.
 std::vector<int> SimulatedThreads() {
   if (testing::kSanitized) return {1};
-  return {1, 2, 8};
+  return {1, 8};
 }
 
 TEST(AdmissionTest, TakesTensorsWhileAWorkerIsFree) {
