@@ -284,12 +284,6 @@ void DriveOperation(const BenchOptions& options, const Load& load,
 
 // Normal data in rows of 4,096, quantized once by the server for the encoding
 // and the codes.
-// As the command line has it.
-std::string FirstSpecText(const SpecOptions& spec) {
-  return spec.specs.empty() ? absl::StrCat(spec.format, ":", spec.granularity)
-                            : spec.specs[0];
-}
-
 absl::StatusOr<Load> MakeLoad(const BenchOptions& options,
                               const SpecTemplate& spec, Client* client) {
   Load load;
@@ -356,7 +350,7 @@ void ReportBench(const BenchOptions& options, const Window& begin,
       {"shared_memory", options.shared_memory},
       {"chunk_bytes", options.chunk_bytes},
       {"tensor_bytes", static_cast<int64_t>(tensor_bytes)},
-      {"spec", FirstSpecText(options.spec)},
+      {"spec", options.spec.specs.empty() ? "int8" : options.spec.specs[0]},
       {"seconds", seconds},
       {"tensor_count", latencies.size()},
       {"gigabytes_per_second", gigabytes / seconds},
@@ -502,7 +496,7 @@ void AddBenchCommand(Command* quantctl, Session* session) {
       ->AddOption("--server-pid", &options->server_pid, "PID",
                   "Process of the server, to measure its CPU time")
       ->Positive();
-  options->spec.AddOptionsWithPatterns(command);
+  options->spec.AddOptions(command);
   command->AddExample("quantctl bench --op quantize --spec int8:per-channel");
   command->OnRun([options, session] { RunBench(*options, session); });
 }

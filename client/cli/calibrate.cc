@@ -38,6 +38,9 @@ struct CalibrateOptions {
   NameOptions name;
   SpecOptions spec;
   TensorFilter filter;
+  // Of the statistics of a contribution.
+  std::string granularity = "default";
+  std::string block_size;
   bool store = false;
   // Of a contribution; empty for none.
   std::string source;
@@ -51,11 +54,10 @@ struct CalibrateOptions {
 
   // Contributions stand for themselves unless a spec was asked for.
   bool HasSpec() const {
-    return store && (source.empty() || spec.IsGiven() || !spec.specs.empty());
+    return store && (source.empty() || !spec.specs.empty());
   }
 };
 
-// What --granularity means for the statistics of a contribution.
 v1::Contribution MakeContribution(const CalibrateOptions& options,
                                   const Granularity& granularity) {
   v1::Contribution contribution;
@@ -200,10 +202,11 @@ absl::Status CheckStatisticsSize(
 void RunCalibrate(const CalibrateOptions& options, Session* session) {
   const bool has_spec = options.HasSpec();
   const bool contributes = !options.source.empty();
-  const absl::StatusOr<SpecSet> specs = options.spec.ParseSet(contributes);
+  const absl::StatusOr<SpecSet> specs = options.spec.ParseSet();
   if (!specs.ok()) return session->FailUsage(specs.status());
   const absl::StatusOr<Granularity> granularity =
-      options.spec.ParseGranularityOptions();
+      options.block_size.empty() ? ParseGranularity(options.granularity)
+                                 : ParseBlockSize(options.block_size);
   if (!granularity.ok()) return session->FailUsage(granularity.status());
   const absl::StatusOr<TensorInput> input = TensorInput::Open(options.input);
   if (!input.ok()) return session->Fail(input.status());
@@ -374,8 +377,7 @@ void AddCalibrateCommand(Command* quantctl, Session* session) {
   const auto options = std::make_shared<CalibrateOptions>();
   AddInputArgument(command, &options->input);
   options->name.AddOptions(command, /*required=*/false);
-  options->spec.AddOptionsWithPatterns(command);
-  options->spec.ShowGranularity();
+  options->spec.AddOptions(command);
   options->filter.AddOptions(command);
   const Option* const store = command->AddFlag(
       "--store,!--no-store", &options->store,
@@ -395,6 +397,20 @@ void AddCalibrateCommand(Command* quantctl, Session* session) {
                       "again")
           ->Needs(source);
   source->Needs(sequence);
+  Option* const granularity =
+      command
+          ->AddOption("--granularity", &options->granularity, "GRANULARITY",
+                      "Granularity of the statistics: per-tensor, "
+                      "per-channel[:AXIS] or group:N")
+          ->Suggest(GranularityNames())
+          ->ShowDefault()
+          ->Needs(source);
+  command
+      ->AddOption("--block-size", &options->block_size, "N,N,...",
+                  "The same as a number for each dimension, 0 for the whole of "
+                  "it")
+      ->Excludes(granularity)
+      ->Needs(source);
   command
       ->AddOption("--mantissa-bits", &options->mantissa_bits, "N",
                   "Precision of the statistics, 2 to 10; default 7 per "

@@ -290,17 +290,6 @@ Option* Option::OneOf(std::vector<std::string> values) {
   return this;
 }
 
-Option* Option::Hidden() {
-  is_hidden_ = true;
-  return this;
-}
-
-Option* Option::Shown(std::string help) {
-  is_hidden_ = false;
-  help_ = std::move(help);
-  return this;
-}
-
 Option* Option::Suggest(std::vector<std::string> values) {
   values_ = std::move(values);
   return this;

@@ -39,10 +39,6 @@ class Option {
   Option* Between(int64_t min, int64_t max);
   // Other values are errors.
   Option* OneOf(std::vector<std::string> values);
-  // It works, and neither the help nor completion shows it.
-  Option* Hidden();
-  // They do, with this text.
-  Option* Shown(std::string help);
   // What completion offers, of what the option takes.
   Option* Suggest(std::vector<std::string> values);
   // Seconds, also as 200ms, 30s or 5m.
@@ -59,7 +55,6 @@ class Option {
   const std::vector<std::string>& names() const { return names_; }
   bool IsArgument() const { return names_[0][0] != '-'; }
   bool IsRequired() const;
-  bool IsHidden() const { return is_hidden_; }
   // False for a flag.
   bool TakesValue() const;
   bool TakesFile() const;
@@ -84,7 +79,6 @@ class Option {
   std::string help_;
   std::vector<std::string> values_;
   bool other_values_are_errors_ = false;
-  bool is_hidden_ = false;
 };
 
 // A command line to try. Plain value.

@@ -57,7 +57,7 @@ std::string SingleQuoted(absl::string_view text) {
 std::vector<std::string> DashedNames(const Command& command) {
   std::vector<std::string> names;
   for (const Option& option : command.options()) {
-    if (option.IsArgument() || option.IsHidden()) continue;
+    if (option.IsArgument()) continue;
     names.insert(names.end(), option.names().begin(), option.names().end());
   }
   return names;
@@ -106,7 +106,6 @@ std::vector<std::string> ZshSpecifications(const Command& command) {
   std::vector<std::string> result;
   int position = 0;
   for (const Option& option : command.options()) {
-    if (option.IsHidden()) continue;
     if (option.IsArgument()) {
       result.push_back(
           SingleQuoted(absl::StrCat(++position, ZshValue(option))));
@@ -297,7 +296,6 @@ std::string FishCompletion(const Command& program) {
       absl::StrAppend(&begin, " -n ", SingleQuoted(condition));
     }
     for (const Option& option : place.command->options()) {
-      if (option.IsHidden()) continue;
       std::string value;
       if (!option.values().empty()) {
         value = absl::StrCat(" -x -a ",

@@ -357,7 +357,7 @@ void AddEncodingsCommand(Command* quantctl, Session* session) {
   Command* const compute =
       add("compute", "Compute encodings from stored statistics and store them",
           &Compute);
-  options->spec.AddOptionsWithPatterns(compute);
+  options->spec.AddOptions(compute);
   options->ties.AddOptions(compute,
                            "Tensors that share one outer scale, or one "
                            "encoding where the spec has none");

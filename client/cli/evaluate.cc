@@ -50,7 +50,6 @@ namespace {
 struct EvaluateOptions {
   std::string input;
   NameOptions name;
-  SpecOptions spec;
   TensorFilter filter;
   std::vector<std::string> candidates;
   bool with_distribution = false;
@@ -115,37 +114,22 @@ Json CandidateJson(const v1::CandidateMetrics& candidate) {
   return json;
 }
 
-// The candidates of the command line, or the one of --format and the like.
+// The candidates of the command line, by default int8.
 absl::StatusOr<std::vector<Candidate>> ParseCandidates(
     const EvaluateOptions& options) {
   std::vector<Candidate> candidates;
   if (!options.reference.empty()) return candidates;
-  for (const std::string& text : options.candidates) {
+  std::vector<std::string> texts = options.candidates;
+  if (texts.empty()) texts = {"int8"};
+  for (const std::string& text : texts) {
     absl::StatusOr<Candidate> candidate = ParseCandidate(text);
     if (!candidate.ok()) return candidate.status();
-    const absl::Status status = options.spec.AddCodebook(&candidate->spec);
-    if (!status.ok()) return status;
     if (candidate->is_stored && options.name.model.empty()) {
       return ArgumentInvalidError(
           "expected --model for the candidate \"stored\"");
     }
     candidates.push_back(*std::move(candidate));
   }
-  if (!candidates.empty()) return candidates;
-  const absl::StatusOr<SpecTemplate> spec = options.spec.Parse();
-  if (!spec.ok()) return spec.status();
-  Candidate candidate;
-  candidate.spec = *spec;
-  candidate.label = options.spec.format;
-  if (!options.spec.block_size.empty()) {
-    absl::StrAppend(&candidate.label, ":", options.spec.block_size);
-  } else if (options.spec.granularity != "default") {
-    absl::StrAppend(&candidate.label, ":", options.spec.granularity);
-  }
-  if (options.spec.method != "minmax") {
-    absl::StrAppend(&candidate.label, ":", options.spec.method);
-  }
-  candidates.push_back(std::move(candidate));
   return candidates;
 }
 
@@ -701,7 +685,7 @@ void AddEvaluateCommand(Command* quantctl, Session* session) {
   const auto options = std::make_shared<EvaluateOptions>();
   AddInputArgument(command, &options->input);
   command
-      ->AddOption("--spec,--candidate", &options->candidates, "SPEC",
+      ->AddOption("--spec", &options->candidates, "SPEC",
                   "What to measure, such as int4:group:32:mse, or stored for "
                   "the encoding that the server has of the tensor in --model; "
                   "may be repeated. Default int8. See quantctl help specs")
@@ -732,7 +716,6 @@ void AddEvaluateCommand(Command* quantctl, Session* session) {
       "what the layers lose, too; quantctl calibrate --gram stores their "
       "inputs");
   options->name.AddOptions(command, /*required=*/false);
-  options->spec.AddOptions(command);
   options->filter.AddOptions(command);
   options->ties.AddOptions(command, "Tensors that share one outer scale");
   options->streams.AddOption(command);

@@ -94,7 +94,6 @@ std::string Usage(absl::string_view path, const Command& command) {
   std::string usage(path);
   std::string arguments;
   for (const Option& option : command.options()) {
-    if (option.IsHidden()) continue;
     if (option.IsArgument()) {
       const std::string name = absl::AsciiStrToUpper(option.names()[0]);
       absl::StrAppend(&arguments, " ", option.IsRequired() ? "" : "[", name,
@@ -113,7 +112,7 @@ void AppendOptions(absl::string_view title, const Command& command,
                    bool arguments, bool is_brief, std::string* page) {
   std::string entries;
   for (const Option& option : command.options()) {
-    if (option.IsHidden() || option.IsArgument() != arguments) continue;
+    if (option.IsArgument() != arguments) continue;
     std::string names = OptionNamesOf(option);
     if (arguments) names = absl::AsciiStrToUpper(names);
     absl::StrAppend(&entries,

@@ -97,11 +97,6 @@ What granularity costs:
 
   Of bfloat16 it is twice that. A sweep reads all of it. Statistics in finer
   blocks serve every coarser spec: group:16 serves group:32 and per-channel.
-
-The flags --format, --granularity, --block-size, --symmetry, --method, --tail,
---tail-side, --gamma, --steps, --bins, --range, --power-of-two,
---no-saturation, --scale-type, --mx-rule and --codebook say one spec in parts.
-They are taken as before, for scripts that have them.
 )";
 
 constexpr char kServers[] =

@@ -36,7 +36,6 @@ std::string SynopsisOf(absl::string_view path, const Command& command) {
   std::string synopsis =
       absl::StrCat(Bold(path), " [", Italic("OPTION"), "]...");
   for (const Option& option : command.options()) {
-    if (option.IsHidden()) continue;
     if (option.IsArgument()) {
       absl::StrAppend(&synopsis, " ", option.IsRequired() ? "" : "[",
                       Italic(option.names()[0]),
@@ -101,7 +100,6 @@ void AppendCommand(const std::string& path, const Command& command,
     absl::StrAppend(page, ".fi\n");
   }
   for (const Option& option : command.options()) {
-    if (option.IsHidden()) continue;
     absl::StrAppend(page, OptionEntry(option));
   }
   for (const Command& sub : command.commands()) {

@@ -113,7 +113,7 @@ const Option* AddShareOptions(Command* command, QuantizeOptions* options) {
 const Option* AddTensorOptions(Command* command, QuantizeOptions* options) {
   options->name.AddOptions(command, /*required=*/false);
   options->spec.takes_gguf_types = true;
-  options->spec.AddOptionsWithPatterns(command);
+  options->spec.AddOptions(command);
   options->filter.AddOptions(command);
   const Option* const store = command->AddFlag(
       "--store,!--no-store", &options->store,

@@ -128,7 +128,7 @@ class Reporter {
 
   void RunOnFile() {
     const absl::StatusOr<std::vector<SpecTemplate>> specs =
-        ParseSpecs(specs_, options_.spec);
+        ParseSpecs(specs_, /*takes_gguf_types=*/false);
     if (!specs.ok()) return session_.FailUsage(specs.status());
     for (size_t i = 0; i < specs->size(); ++i) {
       if (!(*specs)[i].spec.has_importance()) continue;
@@ -180,7 +180,7 @@ class Reporter {
     sweep_.set_model(options_.name.model);
     sweep_.set_revision(options_.name.revision);
     const absl::StatusOr<std::vector<EncodingSpec>> specs =
-        ParseSpecsOfStatistics(specs_, options_.spec);
+        ParseSpecsOfStatistics(specs_);
     if (!specs.ok()) return specs.status();
     for (const EncodingSpec& spec : *specs) *sweep_.add_specs() = spec;
     for (const std::string& pattern : options_.patterns) {
@@ -442,7 +442,6 @@ void AddReportCommand(Command* quantctl, Session* session) {
                      "see quantctl help specs. Default: int8:per-channel, "
                      "int4:group:32, nf4 and mxfp4_e2m1; of statistics "
                      "int8:per-channel, int8:mse and int4:mse");
-  options->spec.AddCodebookOption(command);
   options->AddPatternOption(command);
   options->filter.AddOptions(command);
   options->budgets.AddOptions(command);

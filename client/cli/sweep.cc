@@ -50,7 +50,7 @@ absl::StatusOr<v1::SweepRequest> MakeRequest(const SweepOptions& options) {
   request.set_model(options.name.model);
   request.set_revision(options.name.revision);
   const absl::StatusOr<std::vector<EncodingSpec>> specs =
-      ParseSpecsOfStatistics(options.file.spec.specs, options.file.spec);
+      ParseSpecsOfStatistics(options.file.spec.specs);
   if (!specs.ok()) return specs.status();
   for (const EncodingSpec& spec : *specs) *request.add_specs() = spec;
   for (const std::string& pattern : options.patterns) {
@@ -336,7 +336,6 @@ void AddSweepCommand(Command* quantctl, Session* session) {
           "quantctl help specs")
       ->Suggest(FormatNames())
       ->Required();
-  spec.AddCodebookOption(command);
   options->AddPatternOption(command);
   options->file.ties.AddOptions(
       command,

@@ -118,29 +118,28 @@ std::vector<Budget> BudgetOptions::Parse() const {
 }
 
 absl::StatusOr<std::vector<SpecTemplate>> ParseSpecs(
-    const std::vector<std::string>& texts, const SpecOptions& options) {
+    const std::vector<std::string>& texts, bool takes_gguf_types) {
   std::vector<SpecTemplate> specs;
   for (const std::string& text : texts) {
     absl::StatusOr<SpecTemplate> spec = ParseSpecOrGgufType(text);
     if (!spec.ok()) return spec.status();
-    absl::Status status = options.AddCodebook(&*spec);
-    if (!options.takes_gguf_types) status.Update(CheckNoGgufType(*spec));
-    if (!status.ok()) return status;
+    if (!takes_gguf_types) {
+      const absl::Status status = CheckNoGgufType(*spec);
+      if (!status.ok()) return status;
+    }
     specs.push_back(*std::move(spec));
   }
   return specs;
 }
 
 absl::StatusOr<std::vector<EncodingSpec>> ParseSpecsOfStatistics(
-    const std::vector<std::string>& texts, const SpecOptions& options) {
+    const std::vector<std::string>& texts) {
+  // Statistics do not tell what blocks of GGUF lose.
   const absl::StatusOr<std::vector<SpecTemplate>> parsed =
-      ParseSpecs(texts, options);
+      ParseSpecs(texts, /*takes_gguf_types=*/false);
   if (!parsed.ok()) return parsed.status();
   std::vector<EncodingSpec> specs;
   for (const SpecTemplate& spec : *parsed) {
-    // Statistics do not tell what its blocks lose.
-    const absl::Status status = CheckNoGgufType(spec);
-    if (!status.ok()) return status;
     absl::StatusOr<EncodingSpec> any = spec.SpecOfAny();
     if (!any.ok()) return any.status();
     specs.push_back(*std::move(any));

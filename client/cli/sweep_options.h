@@ -54,14 +54,14 @@ struct BudgetOptions {
   std::vector<Budget> Parse() const;
 };
 
-// The specs of a command line, with the codebook for those that need one.
+// The specs of a command line.
 // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
 absl::StatusOr<std::vector<SpecTemplate>> ParseSpecs(
-    const std::vector<std::string>& texts, const SpecOptions& options);
+    const std::vector<std::string>& texts, bool takes_gguf_types);
 // Those that are predicted from statistics: whatever the tensor's shape.
 // Errors: also ARGUMENT_INVALID for specs that need the tensor.
 absl::StatusOr<std::vector<EncodingSpec>> ParseSpecsOfStatistics(
-    const std::vector<std::string>& texts, const SpecOptions& options);
+    const std::vector<std::string>& texts);
 
 }  // namespace quantd::cli
 

@@ -27,11 +27,6 @@ namespace {
 // The option of a spec that may name a file.
 constexpr char kEntries[] = ":entries=";
 
-bool AnyGiven(const std::vector<Option*>& options) {
-  return std::any_of(options.begin(), options.end(),
-                     [](const Option* option) { return option->IsGiven(); });
-}
-
 }  // namespace
 
 absl::Status CheckNoGgufType(const SpecTemplate& spec) {
@@ -132,92 +127,6 @@ TensorName NameOptions::NameOf(const std::string& tensor) const {
 }
 
 void SpecOptions::AddOptions(Command* command) {
-  // In place of --spec, for scripts of earlier versions.
-  const auto count = [this](Option* option) {
-    given_.push_back(option->Hidden());
-  };
-  count(command->AddOption("--format", &format, "FORMAT", FormatList().c_str())
-            ->Suggest(FormatNames())
-            ->ShowDefault());
-  Option* const granularity_option =
-      command
-          ->AddOption("--granularity", &granularity, "GRANULARITY",
-                      "default (per tensor, or the format's own blocks), "
-                      "per-tensor, per-channel (axis 0), per-channel:AXIS or "
-                      "group:N (along the last axis); tensors of rank below 2 "
-                      "are per tensor")
-          ->Suggest(GranularityNames())
-          ->ShowDefault();
-  Option* const block_size_option =
-      command
-          ->AddOption("--block-size", &block_size, "N,N,...",
-                      "A number per dimension instead, 0 for the whole "
-                      "dimension, e.g. 1,0,32")
-          ->Excludes(granularity_option);
-  granularity_given_ = {granularity_option->Hidden(),
-                        block_size_option->Hidden()};
-  count(command
-            ->AddOption("--symmetry", &symmetry, "SYMMETRY",
-                        "default (strict for signed formats, asymmetric for "
-                        "unsigned ones), asymmetric, strict, full-range, "
-                        "half-step, aimet (AIMET's own: the least scale on "
-                        "all codes that clips nothing)")
-            ->Suggest(SymmetryNames())
-            ->ShowDefault());
-  count(command
-            ->AddOption("--method", &method, "METHOD",
-                        "How the range is found: minmax, percentile[=KEPT], "
-                        "mse[=STEPS], sqnr[=GAMMA], entropy[=STEPS], fixed, "
-                        "moving-average, best-of:METHOD,METHOD,...")
-            ->Suggest(MethodNames())
-            ->ShowDefault());
-  count(command->AddOption("--tail", &tail_fraction, "FRACTION",
-                           "percentile: the part that is cut off; default "
-                           "0.001"));
-  count(command
-            ->AddOption("--tail-side", &tail_side, "SIDE",
-                        "percentile: where: default (magnitude for symmetric "
-                        "ranges, otherwise both), magnitude, both, upper, "
-                        "lower")
-            ->Suggest(TailNames())
-            ->ShowDefault());
-  count(command->AddOption("--gamma", &gamma, "WEIGHT",
-                           "sqnr: weight of clipped elements; default 3"));
-  count(command->AddOption("--steps", &search_steps, "N",
-                           "mse, sqnr, entropy: candidate ranges; default "
-                           "128, or 32 for each end"));
-  count(command->AddOption("--bins", &entropy_bins, "N",
-                           "entropy: linear bins; default 2048 or more"));
-  count(command->AddOption("--range", &range, "MIN,MAX", "fixed: the range"));
-  count(command->AddFlag("--power-of-two", &power_of_two,
-                         "Round scales up to powers of two"));
-  count(command->AddFlag("--no-saturation", &no_saturation,
-                         "Floats: overflow becomes infinity or NaN"));
-  count(command
-            ->AddOption("--scale-type", &scale_type, "TYPE",
-                        "How scales are stored: default, float32, float16, "
-                        "bfloat16, e8m0, e4m3, integer")
-            ->Suggest(ScaleTypeNames())
-            ->ShowDefault());
-  count(command
-            ->AddOption("--mx-rule", &mx_rule, "RULE",
-                        "e8m0 scales: default (floor), floor, ceil, even, "
-                        "rceil")
-            ->Suggest(MxScaleRuleNames())
-            ->ShowDefault());
-  AddCodebookOption(command);
-}
-
-void SpecOptions::AddCodebookOption(Command* command) {
-  command
-      ->AddOption("--codebook", &codebook, "FILE|N,N,...",
-                  "codebook formats: the entries in ascending order, or a "
-                  "file that has them")
-      ->Hidden();
-}
-
-void SpecOptions::AddOptionsWithPatterns(Command* command) {
-  AddOptions(command);
   command
       ->AddOption("--spec", &specs, "[PATTERN=]SPEC",
                   "What tensors become, such as int8:per-channel, for all of "
@@ -227,70 +136,7 @@ void SpecOptions::AddOptionsWithPatterns(Command* command) {
       ->Suggest(FormatNames());
 }
 
-void SpecOptions::ShowGranularity() {
-  granularity_given_[0]->Shown(
-      "Granularity of the statistics: per-tensor, per-channel[:AXIS] or "
-      "group:N");
-  granularity_given_[1]->Shown(
-      "The same as a number for each dimension, 0 for the whole of it");
-}
-
-bool SpecOptions::IsGiven() const { return AnyGiven(given_); }
-
-absl::StatusOr<Granularity> SpecOptions::ParseGranularityOptions() const {
-  return block_size.empty() ? ParseGranularity(granularity)
-                            : ParseBlockSize(block_size);
-}
-
-absl::Status SpecOptions::AddCodebook(SpecTemplate* spec) const {
-  const absl::StatusOr<FormatInfo> info = GetFormatInfo(spec->spec.format());
-  if (codebook.empty() || !info.ok() || !info->carries_codebook) {
-    return absl::OkStatus();
-  }
-  const absl::StatusOr<std::vector<float>> entries = ParseCodebook(codebook);
-  if (!entries.ok()) return entries.status();
-  spec->spec.mutable_codebook()->Assign(entries->begin(), entries->end());
-  return absl::OkStatus();
-}
-
-absl::StatusOr<SpecTemplate> SpecOptions::Parse() const {
-  SpecTemplate result;
-  EncodingSpec& spec = result.spec;
-  const absl::StatusOr<v1::NumberFormat> parsed_format = ParseFormat(format);
-  if (!parsed_format.ok()) return parsed_format.status();
-  spec.set_format(*parsed_format);
-  const absl::StatusOr<Granularity> parsed_granularity =
-      ParseGranularityOptions();
-  if (!parsed_granularity.ok()) return parsed_granularity.status();
-  result.granularity = *parsed_granularity;
-  const absl::StatusOr<v1::Symmetry> parsed_symmetry = ParseSymmetry(symmetry);
-  if (!parsed_symmetry.ok()) return parsed_symmetry.status();
-  spec.set_symmetry(*parsed_symmetry);
-  absl::Status status = ParseMethod(method, &spec);
-  if (status.ok() && !range.empty()) status = ParseRange(range, &spec);
-  if (!status.ok()) return status;
-  if (tail_fraction.has_value()) spec.set_tail_fraction(*tail_fraction);
-  const absl::StatusOr<v1::Tail> tail = ParseTail(tail_side);
-  if (!tail.ok()) return tail.status();
-  spec.set_tail(*tail);
-  if (gamma.has_value()) spec.set_gamma(*gamma);
-  if (search_steps != 0) spec.set_search_steps(search_steps);
-  spec.set_entropy_bins(entropy_bins);
-  spec.set_power_of_two_scale(power_of_two);
-  spec.set_no_saturation(no_saturation);
-  const absl::StatusOr<v1::ScaleType> parsed_scale_type =
-      ParseScaleType(scale_type);
-  if (!parsed_scale_type.ok()) return parsed_scale_type.status();
-  spec.set_scale_type(*parsed_scale_type);
-  const absl::StatusOr<v1::MxScaleRule> rule = ParseMxScaleRule(mx_rule);
-  if (!rule.ok()) return rule.status();
-  spec.set_mx_scale_rule(*rule);
-  status = AddCodebook(&result);
-  if (!status.ok()) return status;
-  return result;
-}
-
-absl::StatusOr<SpecSet> SpecOptions::ParseSet(bool granularity_is_apart) const {
+absl::StatusOr<SpecSet> SpecOptions::ParseSet() const {
   SpecSet set;
   bool has_base = false;
   for (const std::string& text : specs) {
@@ -304,32 +150,15 @@ absl::StatusOr<SpecSet> SpecOptions::ParseSet(bool granularity_is_apart) const {
     }
     if (!status.ok()) return status;
   }
-  const bool has_granularity =
-      !granularity_is_apart && AnyGiven(granularity_given_);
-  if (has_base && (IsGiven() || has_granularity)) {
-    return ArgumentInvalidError(
-        "expected --format and the like or a --spec without a pattern, got "
-        "both");
-  }
-  set.has_base =
-      has_base || IsGiven() || has_granularity || set.overrides.empty();
-  if (!has_base) {
-    const absl::StatusOr<SpecTemplate> base = Parse();
-    if (!base.ok()) return base.status();
-    set.base = *base;
-  }
-  absl::Status status = AddCodebook(&set.base);
-  for (SpecSet::Override& entry : set.overrides) {
-    status.Update(AddCodebook(&entry.spec));
-  }
-  if (!status.ok()) return status;
+  set.has_base = has_base || set.overrides.empty();
+  if (!has_base) set.base.spec.set_format(v1::NUMBER_FORMAT_INT8);
   return set;
 }
 
 std::vector<std::string> SpecOptions::Files() const {
   // Numbers in the place of a file are no file's name, as a rule, and do no
   // harm.
-  std::vector<std::string> names = {codebook};
+  std::vector<std::string> names;
   for (const std::string& spec : specs) {
     if (absl::StartsWith(spec, "@")) {
       names.push_back(spec.substr(1));

@@ -63,57 +63,18 @@ void AddTensorArgument(Command* command, std::string* tensor);
 // Errors: ARGUMENT_INVALID for a spec with a gguf_type.
 absl::Status CheckNoGgufType(const SpecTemplate& spec);
 
-// --spec, and what earlier versions had in its place: --format, --granularity,
-// --method and all else that makes a spec. Those are hidden.
+// --spec.
 struct SpecOptions {
-  std::string format = "int8";
-  std::string granularity = "default";
-  std::string block_size;
-  std::string symmetry = "default";
-  std::string method = "minmax";
-  std::optional<double> tail_fraction;
-  std::string tail_side = "default";
-  std::optional<double> gamma;
-  uint32_t search_steps = 0;
-  uint32_t entropy_bins = 0;
-  std::string range;
-  bool power_of_two = false;
-  bool no_saturation = false;
-  std::string scale_type = "default";
-  std::string mx_rule = "default";
-  std::string codebook;
   std::vector<std::string> specs;
   // Whether the command takes blocks of GGUF; see SpecTemplate::gguf_type.
   bool takes_gguf_types = false;
 
   void AddOptions(Command* command);
-  // The same and --spec.
-  void AddOptionsWithPatterns(Command* command);
-  // Shows --granularity and --block-size, as those of statistics.
-  void ShowGranularity();
-  // --codebook alone.
-  void AddCodebookOption(Command* command);
-
-  // Whether one of the options but --granularity, --codebook and --spec was on
-  // the command line.
-  bool IsGiven() const;
-  // The spec of the options.
+  // Without a --spec int8 for all tensors.
   // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
-  absl::StatusOr<SpecTemplate> Parse() const;
-  // That and those of --spec. `granularity_is_apart` says that --granularity
-  // may stand beside a --spec without a pattern, for something else.
-  absl::StatusOr<SpecSet> ParseSet(bool granularity_is_apart = false) const;
-  // Gives the codebook to a spec whose format needs one.
-  absl::Status AddCodebook(SpecTemplate* spec) const;
-  absl::StatusOr<Granularity> ParseGranularityOptions() const;
+  absl::StatusOr<SpecSet> ParseSet() const;
   // The files that the options read: @FILE, and those of codebooks.
   std::vector<std::string> Files() const;
-
- private:
-  // The options that IsGiven counts.
-  std::vector<Option*> given_;
-  // --granularity and --block-size.
-  std::vector<Option*> granularity_given_;
 };
 
 }  // namespace quantd::cli

@@ -71,144 +71,6 @@ absl::StatusOr<std::string> UnescapeName(absl::string_view text) {
       "expected the name of a tensor behind \"importance=\", got none");
 }
 
-}  // namespace
-
-std::vector<std::string> FormatNames() {
-  std::vector<std::string> names;
-  for (int number = 1; number < v1::NumberFormat_ARRAYSIZE; ++number) {
-    if (!v1::NumberFormat_IsValid(number)) continue;
-    names.push_back(FormatName(static_cast<v1::NumberFormat>(number)));
-  }
-  return names;
-}
-
-std::string FormatList() {
-  std::string list = "int2 to int16, int32, uint2 to uint16";
-  for (const std::string& name : FormatNames()) {
-    if (GetFormatInfo(*ParseFormat(name))->IsPlainInteger()) continue;
-    absl::StrAppend(&list, ", ", name);
-  }
-  return list;
-}
-
-std::vector<std::string> GranularityNames() {
-  return {"default", "per-tensor", "per-channel", "group:32"};
-}
-
-std::vector<std::string> SymmetryNames() {
-  return {"default",    "asymmetric", "strict",
-          "full-range", "half-step",  "aimet"};
-}
-
-std::vector<std::string> MethodNames() {
-  std::vector<std::string> names;
-  for (const Method& row : kMethods) names.emplace_back(row.name);
-  return names;
-}
-
-std::string MethodName(v1::CalibrationMethod method) {
-  if (method == v1::CALIBRATION_METHOD_UNSPECIFIED) {
-    method = v1::CALIBRATION_METHOD_MIN_MAX;
-  }
-  for (const Method& row : kMethods) {
-    if (row.method == method) return std::string(row.name);
-  }
-  return "";
-}
-
-std::vector<std::string> TailNames() {
-  return {"default", "magnitude", "both", "upper", "lower"};
-}
-
-std::vector<std::string> ScaleTypeNames() {
-  std::vector<std::string> names = {"default"};
-  for (int number = 1; number < v1::ScaleType_ARRAYSIZE; ++number) {
-    if (!v1::ScaleType_IsValid(number)) continue;
-    names.push_back(ScaleTypeName(static_cast<v1::ScaleType>(number)));
-  }
-  return names;
-}
-
-std::vector<std::string> MxScaleRuleNames() {
-  return {"default", "floor", "ceil", "even", "rceil"};
-}
-
-absl::StatusOr<Granularity> ParseGranularity(absl::string_view text) {
-  Granularity granularity;
-  absl::string_view rest = text;
-  if (text == "default") return granularity;
-  if (text == "per-tensor") {
-    granularity.kind = Granularity::Kind::kPerTensor;
-    return granularity;
-  }
-  if (absl::ConsumePrefix(&rest, "per-channel")) {
-    granularity.kind = Granularity::Kind::kPerChannel;
-    if (rest.empty()) return granularity;
-    if (absl::ConsumePrefix(&rest, ":") &&
-        absl::SimpleAtoi(rest, &granularity.axis) && granularity.axis >= 0) {
-      return granularity;
-    }
-  } else if (absl::ConsumePrefix(&rest, "group:")) {
-    granularity.kind = Granularity::Kind::kGroup;
-    if (absl::SimpleAtoi(rest, &granularity.group) && granularity.group > 0) {
-      return granularity;
-    }
-  }
-  return ArgumentInvalidError(absl::StrCat(
-      "expected default, per-tensor, per-channel, per-channel:AXIS "
-      "or group:N, got \"",
-      text, "\""));
-}
-
-absl::StatusOr<Granularity> ParseBlockSize(absl::string_view text) {
-  Granularity granularity;
-  granularity.kind = Granularity::Kind::kBlockSize;
-  for (const absl::string_view entry : absl::StrSplit(text, ',')) {
-    int64_t value = 0;
-    if (!absl::SimpleAtoi(entry, &value) || value < 0) {
-      return ArgumentInvalidError(absl::StrCat(
-          "expected a block size such as 1,0,32, got \"", text, "\""));
-    }
-    granularity.block_size.push_back(value);
-  }
-  return granularity;
-}
-
-absl::StatusOr<std::vector<int64_t>> BlockSizeOf(
-    const Granularity& granularity, absl::Span<const int64_t> shape) {
-  const int64_t rank = static_cast<int64_t>(shape.size());
-  switch (granularity.kind) {
-    case Granularity::Kind::kDefault:
-    case Granularity::Kind::kPerTensor:
-      return std::vector<int64_t>();
-    case Granularity::Kind::kPerChannel: {
-      if (rank < 2) return std::vector<int64_t>();
-      if (granularity.axis >= rank) {
-        return ArgumentInvalidError(
-            absl::StrCat("expected an axis below the rank ", rank, ", got ",
-                         granularity.axis));
-      }
-      std::vector<int64_t> block_size(shape.size(), 0);
-      block_size[static_cast<size_t>(granularity.axis)] = 1;
-      return block_size;
-    }
-    case Granularity::Kind::kGroup: {
-      if (rank < 2) return std::vector<int64_t>();
-      std::vector<int64_t> block_size(shape.size(), 1);
-      block_size.back() = granularity.group;
-      return block_size;
-    }
-    case Granularity::Kind::kBlockSize:
-      break;
-  }
-  if (static_cast<int64_t>(granularity.block_size.size()) != rank) {
-    return ArgumentInvalidError(absl::StrCat(
-        "expected a tensor of rank ", granularity.block_size.size(),
-        " for the block size, got rank ", rank));
-  }
-  return granularity.block_size;
-}
-
 absl::StatusOr<v1::Symmetry> ParseSymmetry(absl::string_view text) {
   if (text == "default") return v1::SYMMETRY_UNSPECIFIED;
   if (text == "asymmetric") return v1::SYMMETRY_ASYMMETRIC;
@@ -222,6 +84,7 @@ absl::StatusOr<v1::Symmetry> ParseSymmetry(absl::string_view text) {
                    text, "\""));
 }
 
+// "MIN,MAX".
 absl::Status ParseRange(absl::string_view text, EncodingSpec* spec) {
   const std::pair<absl::string_view, absl::string_view> ends =
       absl::StrSplit(text, absl::MaxSplits(',', 1));
@@ -237,6 +100,8 @@ absl::Status ParseRange(absl::string_view text, EncodingSpec* spec) {
   return absl::OkStatus();
 }
 
+// "NAME", "NAME=PARAMETER" or "NAME:PARAMETER". "fixed" alone leaves the range
+// as it is.
 absl::Status ParseMethod(absl::string_view text, EncodingSpec* spec) {
   const size_t separator = text.find_first_of("=:");
   const absl::string_view name = text.substr(0, separator);
@@ -316,25 +181,6 @@ absl::StatusOr<v1::Tail> ParseTail(absl::string_view text) {
       "expected default, magnitude, both, upper or lower, got \"", text, "\""));
 }
 
-absl::StatusOr<v1::ScaleType> ParseScaleType(absl::string_view text) {
-  if (text == "default") return v1::SCALE_TYPE_UNSPECIFIED;
-  v1::ScaleType type;
-  if (v1::ScaleType_Parse(
-          absl::StrCat(kScaleTypePrefix, absl::AsciiStrToUpper(text)), &type) &&
-      type != v1::SCALE_TYPE_UNSPECIFIED) {
-    return type;
-  }
-  return ArgumentInvalidError(absl::StrCat(
-      "expected default, float32, float16, bfloat16, e8m0, e4m3 or integer, "
-      "got \"",
-      text, "\""));
-}
-
-std::string ScaleTypeName(v1::ScaleType type) {
-  return absl::AsciiStrToLower(absl::StripPrefix(
-      absl::string_view(v1::ScaleType_Name(type)), kScaleTypePrefix));
-}
-
 absl::StatusOr<v1::MxScaleRule> ParseMxScaleRule(absl::string_view text) {
   if (text == "default") return v1::MX_SCALE_RULE_UNSPECIFIED;
   if (text == "floor") return v1::MX_SCALE_RULE_FLOOR;
@@ -345,6 +191,8 @@ absl::StatusOr<v1::MxScaleRule> ParseMxScaleRule(absl::string_view text) {
       "expected default, floor, ceil, even or rceil, got \"", text, "\""));
 }
 
+// Numbers with commas, or the name of a file that has them, also with spaces,
+// line ends and brackets between them.
 absl::StatusOr<std::vector<float>> ParseCodebook(const std::string& text) {
   const auto parse = [](absl::string_view numbers,
                         std::vector<float>* codebook) {
@@ -364,6 +212,135 @@ absl::StatusOr<std::vector<float>> ParseCodebook(const std::string& text) {
   if (parse(*content, &codebook)) return codebook;
   return ArgumentInvalidError(
       absl::StrCat("expected numbers in \"", text, "\""));
+}
+
+}  // namespace
+
+std::vector<std::string> FormatNames() {
+  std::vector<std::string> names;
+  for (int number = 1; number < v1::NumberFormat_ARRAYSIZE; ++number) {
+    if (!v1::NumberFormat_IsValid(number)) continue;
+    names.push_back(FormatName(static_cast<v1::NumberFormat>(number)));
+  }
+  return names;
+}
+
+std::string FormatList() {
+  std::string list = "int2 to int16, int32, uint2 to uint16";
+  for (const std::string& name : FormatNames()) {
+    if (GetFormatInfo(*ParseFormat(name))->IsPlainInteger()) continue;
+    absl::StrAppend(&list, ", ", name);
+  }
+  return list;
+}
+
+std::vector<std::string> GranularityNames() {
+  return {"default", "per-tensor", "per-channel", "group:32"};
+}
+
+std::string MethodName(v1::CalibrationMethod method) {
+  if (method == v1::CALIBRATION_METHOD_UNSPECIFIED) {
+    method = v1::CALIBRATION_METHOD_MIN_MAX;
+  }
+  for (const Method& row : kMethods) {
+    if (row.method == method) return std::string(row.name);
+  }
+  return "";
+}
+
+absl::StatusOr<Granularity> ParseGranularity(absl::string_view text) {
+  Granularity granularity;
+  absl::string_view rest = text;
+  if (text == "default") return granularity;
+  if (text == "per-tensor") {
+    granularity.kind = Granularity::Kind::kPerTensor;
+    return granularity;
+  }
+  if (absl::ConsumePrefix(&rest, "per-channel")) {
+    granularity.kind = Granularity::Kind::kPerChannel;
+    if (rest.empty()) return granularity;
+    if (absl::ConsumePrefix(&rest, ":") &&
+        absl::SimpleAtoi(rest, &granularity.axis) && granularity.axis >= 0) {
+      return granularity;
+    }
+  } else if (absl::ConsumePrefix(&rest, "group:")) {
+    granularity.kind = Granularity::Kind::kGroup;
+    if (absl::SimpleAtoi(rest, &granularity.group) && granularity.group > 0) {
+      return granularity;
+    }
+  }
+  return ArgumentInvalidError(absl::StrCat(
+      "expected default, per-tensor, per-channel, per-channel:AXIS "
+      "or group:N, got \"",
+      text, "\""));
+}
+
+absl::StatusOr<Granularity> ParseBlockSize(absl::string_view text) {
+  Granularity granularity;
+  granularity.kind = Granularity::Kind::kBlockSize;
+  for (const absl::string_view entry : absl::StrSplit(text, ',')) {
+    int64_t value = 0;
+    if (!absl::SimpleAtoi(entry, &value) || value < 0) {
+      return ArgumentInvalidError(absl::StrCat(
+          "expected a block size such as 1,0,32, got \"", text, "\""));
+    }
+    granularity.block_size.push_back(value);
+  }
+  return granularity;
+}
+
+absl::StatusOr<std::vector<int64_t>> BlockSizeOf(
+    const Granularity& granularity, absl::Span<const int64_t> shape) {
+  const int64_t rank = static_cast<int64_t>(shape.size());
+  switch (granularity.kind) {
+    case Granularity::Kind::kDefault:
+    case Granularity::Kind::kPerTensor:
+      return std::vector<int64_t>();
+    case Granularity::Kind::kPerChannel: {
+      if (rank < 2) return std::vector<int64_t>();
+      if (granularity.axis >= rank) {
+        return ArgumentInvalidError(
+            absl::StrCat("expected an axis below the rank ", rank, ", got ",
+                         granularity.axis));
+      }
+      std::vector<int64_t> block_size(shape.size(), 0);
+      block_size[static_cast<size_t>(granularity.axis)] = 1;
+      return block_size;
+    }
+    case Granularity::Kind::kGroup: {
+      if (rank < 2) return std::vector<int64_t>();
+      std::vector<int64_t> block_size(shape.size(), 1);
+      block_size.back() = granularity.group;
+      return block_size;
+    }
+    case Granularity::Kind::kBlockSize:
+      break;
+  }
+  if (static_cast<int64_t>(granularity.block_size.size()) != rank) {
+    return ArgumentInvalidError(absl::StrCat(
+        "expected a tensor of rank ", granularity.block_size.size(),
+        " for the block size, got rank ", rank));
+  }
+  return granularity.block_size;
+}
+
+absl::StatusOr<v1::ScaleType> ParseScaleType(absl::string_view text) {
+  if (text == "default") return v1::SCALE_TYPE_UNSPECIFIED;
+  v1::ScaleType type;
+  if (v1::ScaleType_Parse(
+          absl::StrCat(kScaleTypePrefix, absl::AsciiStrToUpper(text)), &type) &&
+      type != v1::SCALE_TYPE_UNSPECIFIED) {
+    return type;
+  }
+  return ArgumentInvalidError(absl::StrCat(
+      "expected default, float32, float16, bfloat16, e8m0, e4m3 or integer, "
+      "got \"",
+      text, "\""));
+}
+
+std::string ScaleTypeName(v1::ScaleType type) {
+  return absl::AsciiStrToLower(absl::StripPrefix(
+      absl::string_view(v1::ScaleType_Name(type)), kScaleTypePrefix));
 }
 
 absl::StatusOr<EncodingSpec> SpecTemplate::SpecOf(

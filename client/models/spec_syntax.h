@@ -44,54 +44,20 @@ absl::StatusOr<Granularity> ParseBlockSize(absl::string_view text);
 absl::StatusOr<std::vector<int64_t>> BlockSizeOf(
     const Granularity& granularity, absl::Span<const int64_t> shape);
 
-// Names to offer for what the functions below take.
+// Names to offer for what the functions take.
 std::vector<std::string> FormatNames();
 // The same in one line, with plain integers put together: "int2 to int16,
 // int32, ...".
 std::string FormatList();
 std::vector<std::string> GranularityNames();
-std::vector<std::string> SymmetryNames();
-std::vector<std::string> MethodNames();
-// As ParseMethod takes it; empty for one that is not known.
+// As ParseSpec takes it; empty for one that is not known.
 std::string MethodName(v1::CalibrationMethod method);
-std::vector<std::string> TailNames();
-std::vector<std::string> ScaleTypeNames();
-std::vector<std::string> MxScaleRuleNames();
-
-// "default", "asymmetric", "strict" or "symmetric", "full-range", "half-step",
-// "aimet".
-// Errors: ARGUMENT_INVALID.
-absl::StatusOr<v1::Symmetry> ParseSymmetry(absl::string_view text);
-
-// "minmax", "percentile[=KEPT]" (0.999: all but a thousandth), "mse[=STEPS]",
-// "sqnr[=GAMMA]", "entropy[=STEPS]", "fixed=MIN,MAX", "moving-average",
-// "best-of=METHOD,METHOD,...", to `spec`; ":" may stand for "=". "fixed" alone
-// leaves the range as it is.
-// Errors: ARGUMENT_INVALID.
-absl::Status ParseMethod(absl::string_view text, EncodingSpec* spec);
-
-// "MIN,MAX", to `spec`.
-// Errors: ARGUMENT_INVALID.
-absl::Status ParseRange(absl::string_view text, EncodingSpec* spec);
-
-// "default", "magnitude", "both", "upper", "lower".
-// Errors: ARGUMENT_INVALID.
-absl::StatusOr<v1::Tail> ParseTail(absl::string_view text);
 
 // "default", "float32", "float16", "bfloat16", "e8m0", "e4m3", "integer", and
 // back.
 // Errors: ARGUMENT_INVALID.
 absl::StatusOr<v1::ScaleType> ParseScaleType(absl::string_view text);
 std::string ScaleTypeName(v1::ScaleType type);
-
-// "default", "floor", "ceil", "even", "rceil".
-// Errors: ARGUMENT_INVALID.
-absl::StatusOr<v1::MxScaleRule> ParseMxScaleRule(absl::string_view text);
-
-// Numbers with commas, or the name of a file that has them, also with spaces,
-// line ends and brackets between them.
-// Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
-absl::StatusOr<std::vector<float>> ParseCodebook(const std::string& text);
 
 // A spec but for the shape of the tensor. Plain value.
 struct SpecTemplate {
@@ -111,14 +77,23 @@ struct SpecTemplate {
   absl::StatusOr<EncodingSpec> SpecOfAny() const;
 };
 
-// "FORMAT[:GRANULARITY][:SYMMETRY][:METHOD[=PARAMETER]][:OPTION...]" with the
-// parts behind the format in any order; options are "power-of-two",
-// "no-saturation", "real-zero-point", "scale=TYPE", "rule=RULE",
-// "mantissa-bits=N", "block=N,N,...", "tail=SIDE", "steps=N", "bins=N",
-// "entries=" with what ParseCodebook takes, "importance[=INPUTS]" and
-// "importance-axis=N". In INPUTS, the name of a tensor, "%3A" stands for ":"
-// and "%25" for "%"; without it the service takes MODULE.input for a tensor
-// MODULE.weight. E.g.
+// "FORMAT[:GRANULARITY][:SYMMETRY][:METHOD][:OPTION...]" with the parts behind
+// the format in any order.
+//   GRANULARITY  what ParseGranularity takes, or "block=" with what
+//                ParseBlockSize takes
+//   SYMMETRY     "asymmetric", "strict" or "symmetric", "full-range",
+//                "half-step", "aimet"
+//   METHOD       "minmax", "percentile[=KEPT]" (0.999: all but a thousandth),
+//                "mse[=STEPS]", "sqnr[=GAMMA]", "entropy[=STEPS]",
+//                "fixed=MIN,MAX", "moving-average", "best-of=METHOD,METHOD,..."
+//   OPTION       "power-of-two", "no-saturation", "real-zero-point",
+//                "scale=TYPE", "rule=RULE" ("floor", "ceil", "even", "rceil"),
+//                "mantissa-bits=N", "steps=N", "bins=N", "tail=SIDE"
+//                ("magnitude", "both", "upper", "lower"),
+//                "importance[=INPUTS]", "importance-axis=N", and "entries="
+//                with numbers, or a file that has them
+// In INPUTS, the name of a tensor, "%3A" stands for ":" and "%25" for "%";
+// without it the service takes MODULE.input for a tensor MODULE.weight. E.g.
 // "int4:group:32:asymmetric", "uint8:percentile=0.999", "mxfp4_e2m1:rule=even".
 // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
 absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text);

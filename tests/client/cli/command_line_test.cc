@@ -26,12 +26,10 @@ class CommandLineTest : public ::testing::Test {
         line_.program()->AddCommand("quantize", "Quantize a file");
     quantize->AddArgument("file", &file_, "FILE", "File to read")->Required();
     // As near to --fromat as --format is, but for the letters that are swapped.
-    quantize->AddOption("--frost", &text_, "", "How cold it is")->Hidden();
-    quantize
-        ->AddOption("--format", &text_, "FORMAT",
-                    "What comes out, in words that are so many that they need "
-                    "more than one line of the help")
-        ->Hidden();
+    quantize->AddOption("--frost", &text_, "", "How cold it is");
+    quantize->AddOption("--format", &text_, "FORMAT",
+                        "What comes out, in words that are so many that they "
+                        "need more than one line of the help");
     quantize->AddOption("--layout", &layout_, "", "How it lies there")
         ->OneOf({"plain", "packed"})
         ->ShowDefault();
@@ -128,6 +126,9 @@ Arguments:
   FILE                    File to read.
 
 Options:
+      --frost VALUE       How cold it is.
+      --format FORMAT     What comes out, in words that are so many that they
+                          need more than one line of the help.
       --layout VALUE      How it lies there. One of plain, packed. Default:
                           plain.
       --bytes BYTES       How many.

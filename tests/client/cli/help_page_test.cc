@@ -34,7 +34,6 @@ class HelpPageTest : public ::testing::Test {
         ->Required();
     command_->AddOption("--an-option-with-a-long-name", &text_, "VALUE",
                         std::string(30, 'w').c_str());
-    command_->AddOption("--secret", &text_, "", "Never shown")->Hidden();
     std::string words;
     for (int i = 0; i < 60; ++i) words += "x ";
     command_->AddNote(words);
@@ -65,7 +64,6 @@ TEST_F(HelpPageTest, TextStandsInOneColumn) {
   // Below a name that is too long for it.
   EXPECT_THAT(Page(), HasSubstr("--an-option-with-a-long-name VALUE\n" +
                                 std::string(26, ' ') + "www"));
-  EXPECT_THAT(Page(), Not(HasSubstr("secret")));
 }
 
 TEST_F(HelpPageTest, OptionsOfTheProgramAreBrief) {

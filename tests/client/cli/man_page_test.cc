@@ -11,7 +11,6 @@ namespace quantd::cli {
 namespace {
 
 using ::testing::HasSubstr;
-using ::testing::Not;
 
 class ManPageTest : public ::testing::Test {
  protected:
@@ -22,7 +21,6 @@ class ManPageTest : public ::testing::Test {
     Command* const run = line_.program()->AddCommand("run", ".hidden start");
     run->AddArgument("file", &text_, "FILE", "File to read")->Required();
     run->AddOption("--kind", &text_, "", "Which")->OneOf({"a-b", "c"});
-    run->AddOption("--secret", &text_, "X", "Never shown")->Hidden();
     run->AddExample("prog run x \\\n  --kind c", "why not");
     run->OnRun([] {});
     page_ = ManPage(line_);
@@ -41,7 +39,6 @@ TEST_F(ManPageTest, HasWhatTheCommandLineTakes) {
   EXPECT_THAT(page_, HasSubstr(".SS prog run\n"));
   EXPECT_THAT(page_, HasSubstr("One of a\\-b, c.\n"));
   EXPECT_THAT(page_, HasSubstr("  # why not\n  prog run x \\e\n"));
-  EXPECT_THAT(page_, Not(HasSubstr("secret")));
 }
 
 TEST_F(ManPageTest, TextMeansOnlyItself) {

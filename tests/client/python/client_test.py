@@ -108,9 +108,11 @@ class ClientTest(unittest.TestCase):
                     continue
                 with self.subTest(format=name):
                     target = os.path.join(folder, "codes")
+                    entries = (":entries=" + ",".join(map(str, codebook))
+                               if "codebook" in name else "")
                     subprocess.run(
                         [options.quantctl, "quantize", source, "-o", target, "--force",
-                         "--format", name, "--codebook", str(codebook)[1:-1],
+                         "--spec", name + entries,
                          "--server", self.server.address],
                         check=True, stdout=subprocess.PIPE,
                         stderr=subprocess.PIPE)

@@ -260,49 +260,6 @@ class FirstContactTest(QuantctlCase):
         self.assertIn('no help about "qantize"; did you mean quantize?',
                       self.run_quantctl("help", "qantize", code=2).stderr)
 
-    def test_ThereIsOneWayToSayASpec(self):
-        for command in ("quantize", "calibrate", "evaluate", "sweep", "report",
-                        "bench", "encodings compute"):
-            text = self.help_of("help", *command.split())
-            self.assertIn("--spec", text)
-            for flag in ("--format", "--method", "--symmetry", "--mx-rule"):
-                self.assertNotIn(flag, text)
-        self.assertIn("--granularity", self.help_of("help", "calibrate"))
-        # All that the flags of earlier versions said can be said so.
-        for flags, spec in (
-                (("--format", "int4", "--granularity", "group:32"),
-                 "int4:group:32"),
-                (("--format", "int8", "--block-size", "1,0,0,0"),
-                 "int8:block=1,0,0,0"),
-                (("--format", "uint8", "--method", "percentile", "--tail",
-                  "0.01", "--tail-side", "upper"),
-                 "uint8:percentile=0.99:tail=upper"),
-                (("--method", "sqnr", "--gamma", "2", "--steps", "40"),
-                 "int8:sqnr=2:steps=40"),
-                (("--method", "entropy", "--bins", "4096"),
-                 "int8:entropy:bins=4096"),
-                (("--method", "fixed", "--range=-1,1", "--power-of-two"),
-                 "int8:fixed=-1,1:power-of-two"),
-                (("--format", "codebook2", "--codebook=-1,-0.25,0.25,1",
-                  "--scale-type", "float16"),
-                 "codebook2:entries=-1,-0.25,0.25,1:scale=float16"),
-                (("--format", "mxfp4_e2m1", "--mx-rule", "even"),
-                 "mxfp4_e2m1:rule=even"),
-                (("--format", "float8_e4m3fn", "--symmetry", "strict",
-                  "--no-saturation"),
-                 "float8_e4m3fn:strict:no-saturation")):
-            with self.subTest(spec):
-                files = []
-                for name, how in (("flags", flags), ("spec", ("--spec", spec))):
-                    files.append(self.path(name + ".safetensors"))
-                    if os.path.exists(files[-1]):
-                        os.remove(files[-1])
-                    self.run_quantctl(
-                        "quantize", WEIGHTS, "-o", files[-1], "--no-store",
-                        "--include", "conv*", *how)
-                with open(files[0], "rb") as one, open(files[1], "rb") as two:
-                    self.assertEqual(one.read(), two.read())
-
     def test_WhatIsStoredIsShownAsPeopleLookAtIt(self):
         write_safetensors(self.path("in"), {
             f"layers.{n}.w": ("F32", [2, 4],

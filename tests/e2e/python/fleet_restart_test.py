@@ -282,7 +282,7 @@ class FleetRestartTest(unittest.TestCase):
                 for run in ("undisturbed", "disturbed"):
                     output = os.path.join(folder, run)
                     if command == "quantize":
-                        more = ["--format", "int8", "--model", "quantctl",
+                        more = ["--spec", "int8", "--model", "quantctl",
                                 "-o", output]
                     else:
                         more = flags + ["--model", "quantctl-" + run]

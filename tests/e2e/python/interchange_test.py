@@ -151,8 +151,7 @@ class EncodingFilesTest(InterchangeCase):
         self.assertEqual(len(json.loads(text)["encodings"]), 4)
 
     def test_AnOpenAxisComesFromWhatIsKnown(self):
-        self.calibrate("axis", "--format", "int8", "--granularity",
-                       "per-channel")
+        self.calibrate("axis", "--spec", "int8:per-channel")
         self.run_quantctl("export", "--model", "axis", "--format",
                           "aimet-0.6.1", "-o", self.path("file"))
         command = ("import", self.path("file"), "--model")
@@ -177,8 +176,7 @@ class EncodingFilesTest(InterchangeCase):
 
     def test_BlocksOfStoredEncodingsTellTheLayoutOfAFile(self):
         # Blocks come before their channels here.
-        self.calibrate("rows", "--format", "int4", "--include", "fc*",
-                       "--block-size", "32,1")
+        self.calibrate("rows", "--spec", "int4:block=32,1", "--include", "fc*")
         for format in ("aimet-1.0.0", "aimet-2.0.0", "onnx-qdq"):
             self.run_quantctl("export", "--model", "rows", "--format", format,
                               "-o", self.path("file"),
@@ -2048,7 +2046,7 @@ class OnnxTest(InterchangeCase):
         self.assertIn("Softmax is another one from 13 on", result.stderr)
         self.run_quantctl("export", "--model", "digits", "--onnx", WEIGHTS,
                           "-o", self.path("x"), code=4)
-        self.calibrate("odd", "--format", "int5")
+        self.calibrate("odd", "--spec", "int5")
         result = self.json("export", "--model", "odd", "--onnx",
                            self.path("model.onnx"), "-o", self.path("x"),
                            code=1)

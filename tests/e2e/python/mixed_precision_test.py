@@ -65,7 +65,7 @@ class MixedPrecisionTest(unittest.TestCase):
     def test_TheErrorMeasuredLiesWithinTheBoundsPredicted(self):
         for tensor in self.report["sweep"]["tensors"]:
             flags = [flag for candidate in tensor["candidates"]
-                     for flag in ("--candidate", candidate["spec"])]
+                     for flag in ("--spec", candidate["spec"])]
             measured = json.loads(self.run_program(
                 [options.quantctl, "evaluate", WEIGHTS, "--json",
                  "--include", tensor["name"], *flags]))["tensors"][0]

@@ -508,7 +508,7 @@ class AllOrNothingTest(FilesCase):
 
     def test_ATensorThatCannotBeDoneIsFoundBeforeAnythingIsSent(self):
         self.refused_unsent("quantize", self.input, "-o", self.path("out"),
-                            "--block-size", "1,0", code=1,
+                            "--spec", "int8:block=1,0", code=1,
                             words=["conv1.weight", "2 of 8 tensors failed"])
         write_safetensors(self.path("taken"), {
             "w": ("F32", [2, 2], floats(1, 2, 3, 4)),
@@ -665,7 +665,7 @@ class QuantizedInputTest(FilesCase):
                             ("calibrate", "--model", "twice"),
                             ("calibrate", "--model", "twice", "--source", "a",
                              "--sequence", "1"),
-                            ("evaluate", "--candidate", "int8"),
+                            ("evaluate", "--spec", "int8"),
                             ("evaluate", "--reference", self.input)):
                 # What is read compares as the floats that it stands for.
                 if name in ("packed", shard, "fp8") and (
@@ -755,11 +755,10 @@ class PatternsTest(FilesCase):
                 tensor["result"],
                 "quantized" if "proj" in tensor["name"] else "copied",
                 tensor["name"])
-        # With a spec for all others, or options that say one, those too.
-        for more in (("--spec", "int8"), ("--format", "int8")):
-            report = self.json("quantize", self.input, "-o", self.path("q"),
-                               "--spec", "conv*=int4", *more, "--force")
-            self.assertEqual(sorted(report["formats"]), ["int4", "int8"])
+        # With a spec for all others those too.
+        report = self.json("quantize", self.input, "-o", self.path("q"),
+                           "--spec", "conv*=int4", "--spec", "int8")
+        self.assertEqual(sorted(report["formats"]), ["int4", "int8"])
 
     def test_PatternsOfWhatIsStoredMustMatchToo(self):
         names = ("--model", "stored-patterns")
@@ -1035,7 +1034,7 @@ class StoringTest(FilesCase):
                       ("--source", "a", "--sequence", "1", "--store")):
             self.refused_unsent("calibrate", stem, *flags, code=USAGE,
                                 words=["expected --model"])
-        self.refused_unsent("evaluate", stem, "--candidate", "stored",
+        self.refused_unsent("evaluate", stem, "--spec", "stored",
                             code=USAGE, words=["--model"])
 
     def test_ANewStoreIsLogged(self):

@@ -58,11 +58,13 @@ class QuantctlTest(QuantctlCase):
                 if scale_type != "default" and name not in (
                         "uint8", "float8_e5m2", "nf4"):
                     continue
-                with self.subTest(format=name, scale_type=scale_type):
+                spec = f"{name}:scale={scale_type}"
+                if name.startswith("codebook"):
+                    spec += ":entries=" + CODEBOOK
+                with self.subTest(spec):
                     report = self.json(
                         "quantize", self.path("in"), "-o", self.path("codes"),
-                        "--model", "formats", "--format", name, "--evaluate",
-                        "--scale-type", scale_type, "--codebook", CODEBOOK,
+                        "--model", "formats", "--spec", spec, "--evaluate",
                         "--force")
                     (row,) = report["tensors"]
                     codes, _ = read_safetensors(self.path("codes"))
@@ -156,7 +158,7 @@ class QuantctlTest(QuantctlCase):
         self.assertEqual((revision["encoding_count"],
                           revision["statistics_count"]), (0, 4))
         dry = self.json("encodings", "compute", *names, "--dry-run",
-                        "--format", "int8", "--granularity", "per-channel")
+                        "--spec", "int8:per-channel")
         self.assertEqual([t["scale_count"] for t in dry["tensors"]],
                          [32, 64, 128, 10])
         self.assertNotIn("etag", dry["tensors"][0])
@@ -167,8 +169,8 @@ class QuantctlTest(QuantctlCase):
         self.assertEqual([t["name"] for t in computed["tensors"]],
                          ["conv1.weight", "conv2.weight", "fc1.weight"])
         stored = self.json("encodings", "get", "conv2.weight", *names)
-        self.run_quantctl("calibrate", WEIGHTS, "--model", "data", "--format",
-                          "int8", "--granularity", "per-channel")
+        self.run_quantctl("calibrate", WEIGHTS, "--model", "data", "--spec",
+                          "int8:per-channel")
         data = self.json("encodings", "get", "conv2.weight", "--model", "data")
         self.assertEqual(stored["encoding"], data["encoding"])
         failed = self.json("encodings", "compute", *names, "--spec",
@@ -376,9 +378,9 @@ class QuantctlTest(QuantctlCase):
                           "--granularity", "per-channel")
 
     def test_DistributionsAreAnsweredWhenAskedFor(self):
-        plain = self.json("evaluate", WEIGHTS, "--candidate", "int4")
+        plain = self.json("evaluate", WEIGHTS, "--spec", "int4")
         self.assertNotIn("kl_divergence", plain["tensors"][0]["candidates"][0])
-        for tensor in self.json("evaluate", WEIGHTS, "--candidate", "int4",
+        for tensor in self.json("evaluate", WEIGHTS, "--spec", "int4",
                                 "--distribution")["tensors"]:
             metrics = tensor["candidates"][0]
             histogram = metrics["error_histogram"]
@@ -443,7 +445,7 @@ class QuantctlTest(QuantctlCase):
                           ("old", True)])
         # The encodings give the numbers of the file back.
         evaluated = self.json(
-            "evaluate", path, "--model", "gguf", "--candidate", "stored",
+            "evaluate", path, "--model", "gguf", "--spec", "stored",
             "--include", "q*", "--all")
         self.assertEqual(len(evaluated["tensors"]), 3)
         for tensor in evaluated["tensors"]:
@@ -541,19 +543,18 @@ class QuantctlTest(QuantctlCase):
         for command in (
                 ("quantize", WEIGHTS, "-o", self.path("x"), "--spec", "int99"),
                 ("quantize", WEIGHTS, "-o", self.path("x"), "--spec", "int8",
-                 "--format", "int4"),
-                ("quantize", WEIGHTS, "-o", self.path("x"), "--spec", "int8",
-                 "--granularity", "per-channel"),
-                ("quantize", WEIGHTS, "-o", self.path("x"), "--method", "best"),
-                ("quantize", WEIGHTS, "-o", self.path("x"), "--method",
-                 "fixed", "--range", "1"),
+                 "--spec", "int4"),
+                ("quantize", WEIGHTS, "-o", self.path("x"), "--spec",
+                 "int8:fixed=1"),
+                ("calibrate", WEIGHTS, "--granularity", "per-channel"),
+                ("calibrate", WEIGHTS, "--block-size", "1,0"),
                 ("calibrate", WEIGHTS, "--source", "a"),
                 ("calibrate", WEIGHTS, "--sequence", "1"),
                 ("sweep", "--model", "m"),
                 ("sweep", "--model", "m", "--spec", "int8", "--min-sqnr", "1",
                  "--max-bytes", "1"),
                 ("sweep", "--model", "m", "--spec", "nf4:per-tensor"),
-                ("evaluate", WEIGHTS, "--candidate", "int8:mse:mse")):
+                ("evaluate", WEIGHTS, "--spec", "int8:mse:mse")):
             with self.subTest(command=command):
                 self.run_quantctl(*command, code=2)
         self.assertFalse(os.path.exists(self.path("x")))

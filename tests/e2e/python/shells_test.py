@@ -94,8 +94,6 @@ class ShellsTest(unittest.TestCase):
                 (("quantctl", "calibrate", "--granularity", "="),
                  ["default", "per-tensor", "per-channel", "group:32"]),
                 (("quantctl", "help", "ser"), ["servers"]),
-                # Those of earlier versions are taken, and not offered.
-                (("quantctl", "quantize", "--meth"), []),
                 (("quantctl", "bench", "--op", "e"), ["evaluate"]),
                 (("quantctl", "completion", "z"), ["zsh"]),
                 (("quantctl", "quantize", "a"), ["a file.safetensors"]),
