@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/ascii.h"
@@ -23,10 +24,8 @@ namespace quantd::server {
 namespace {
 
 using ::testing::AllOf;
-using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using ::testing::IsSupersetOf;
 using ::testing::Not;
 using ::testing::StartsWith;
 
@@ -217,6 +216,9 @@ TEST_F(ConfigTest, ReadsVariables) {
 }
 
 TEST_F(ConfigTest, TellsVariablesThatNobodyReads) {
+  // Whoever runs the tests may have set some.
+  const absl::StatusOr<CommandLine> before = Parse({});
+  ASSERT_TRUE(before.ok()) << before.status();
   Set("QUANTD_MEMORY_BUDGET", "1GiB");
   Set("QUANTD_THREAD", "4");
   // quantctl's, and those of a service in Kubernetes.
@@ -227,12 +229,11 @@ TEST_F(ConfigTest, TellsVariablesThatNobodyReads) {
   Set("QUANTD_PORT_8430_TCP_ADDR", "10.0.0.1");
   const absl::StatusOr<CommandLine> parsed = Parse({});
   ASSERT_TRUE(parsed.ok()) << parsed.status();
-  // Whoever runs the tests may have set more.
-  EXPECT_THAT(parsed->unknown_variables,
-              AllOf(IsSupersetOf({"QUANTD_MEMORY_BUDGET", "QUANTD_THREAD"}),
-                    Not(Contains("QUANTD_SERVER")),
-                    Not(Contains(HasSubstr("_SERVICE_"))),
-                    Not(Contains(StartsWith("QUANTD_PORT")))));
+  std::vector<std::string> unknown = parsed->unknown_variables;
+  for (const std::string& name : before->unknown_variables) {
+    unknown.erase(absl::c_find(unknown, name));
+  }
+  EXPECT_THAT(unknown, ElementsAre("QUANTD_MEMORY_BUDGET", "QUANTD_THREAD"));
 }
 
 TEST_F(ConfigTest, ReadsAFile) {

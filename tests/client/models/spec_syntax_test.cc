@@ -156,6 +156,23 @@ TEST(SpecSyntaxTest, OptionsOfScalesStandAnywhereBehindTheFormat) {
   EXPECT_EQ(ScaleTypeName(v1::SCALE_TYPE_BFLOAT16), "bfloat16");
 }
 
+TEST(SpecSyntaxTest, TakesEveryName) {
+  for (const char* text :
+       {"int8:default",        "int8:asymmetric",       "int8:strict",
+        "int8:full-range",     "int8:half-step",        "int8:aimet",
+        "int8:minmax",         "int8:percentile",       "int8:mse",
+        "int8:sqnr",           "int8:entropy",          "int8:fixed",
+        "int8:moving-average", "int8:best-of=mse,sqnr", "int8:tail=default",
+        "int8:tail=magnitude", "int8:tail=both",        "int8:tail=upper",
+        "int8:tail=lower",     "int8:scale=default",    "int8:scale=float32",
+        "int8:scale=float16",  "int8:scale=bfloat16",   "int8:scale=e8m0",
+        "int8:scale=e4m3",     "int8:scale=integer",    "int8:rule=default",
+        "int8:rule=floor",     "int8:rule=ceil",        "int8:rule=even",
+        "int8:rule=rceil"}) {
+    EXPECT_TRUE(ParseSpec(text).ok()) << text;
+  }
+}
+
 TEST(SpecSyntaxTest, EveryFormatHasItsName) {
   const auto* formats = v1::NumberFormat_descriptor();
   for (int i = 1; i < formats->value_count(); ++i) {
