@@ -38,7 +38,8 @@ struct CalibrateOptions {
   NameOptions name;
   SpecOptions spec;
   TensorFilter filter;
-  // Of the statistics of a contribution.
+  // Granularity of a contribution's statistics; a block size stands in its
+  // place.
   std::string granularity = "default";
   std::string block_size;
   bool store = false;

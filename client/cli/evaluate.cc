@@ -114,13 +114,13 @@ Json CandidateJson(const v1::CandidateMetrics& candidate) {
   return json;
 }
 
-// The candidates of the command line, by default int8.
+// The candidates of the command line, by default kDefaultSpec.
 absl::StatusOr<std::vector<Candidate>> ParseCandidates(
     const EvaluateOptions& options) {
   std::vector<Candidate> candidates;
   if (!options.reference.empty()) return candidates;
   std::vector<std::string> texts = options.candidates;
-  if (texts.empty()) texts = {"int8"};
+  if (texts.empty()) texts = {kDefaultSpec};
   for (const std::string& text : texts) {
     absl::StatusOr<Candidate> candidate = ParseCandidate(text);
     if (!candidate.ok()) return candidate.status();

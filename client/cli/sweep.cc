@@ -327,11 +327,9 @@ void AddSweepCommand(Command* quantctl, Session* session) {
       "stored statistics; rank them, and choose one for each tensor");
   const auto options = std::make_shared<SweepOptions>();
   options->AddOptions(command, &options->file.input);
-  SpecOptions& spec = options->file.spec;
-  spec.takes_gguf_types = true;
   command
       ->AddOption(
-          "--spec", &spec.specs, "SPEC",
+          "--spec", &options->file.spec.specs, "SPEC",
           "A candidate, such as int4:group:32:mse. May be repeated; see "
           "quantctl help specs")
       ->Suggest(FormatNames())

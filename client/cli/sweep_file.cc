@@ -56,7 +56,7 @@ class FileSweeper {
 
   void Run() {
     const absl::StatusOr<std::vector<SpecTemplate>> specs =
-        ParseSpecs(specs_.texts(), options_.spec.takes_gguf_types);
+        ParseSpecs(specs_.texts(), /*takes_gguf_types=*/true);
     if (!specs.ok()) return session_.FailUsage(specs.status());
     if (options_.inputs.IsGiven() &&
         std::none_of(specs->begin(), specs->end(), [](const auto& spec) {

@@ -1,9 +1,6 @@
 #include "client/cli/tensor_options.h"
 
-#include <algorithm>
-#include <cstdint>
 #include <iterator>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -139,7 +136,9 @@ void SpecOptions::AddOptions(Command* command) {
 absl::StatusOr<SpecSet> SpecOptions::ParseSet() const {
   SpecSet set;
   bool has_base = false;
-  for (const std::string& text : specs) {
+  std::vector<std::string> texts = specs;
+  if (texts.empty()) texts = {kDefaultSpec};
+  for (const std::string& text : texts) {
     const absl::Status status = AddSpec(text, &set, &has_base);
     if (!status.ok()) return status;
   }
@@ -150,8 +149,7 @@ absl::StatusOr<SpecSet> SpecOptions::ParseSet() const {
     }
     if (!status.ok()) return status;
   }
-  set.has_base = has_base || set.overrides.empty();
-  if (!has_base) set.base.spec.set_format(v1::NUMBER_FORMAT_INT8);
+  set.has_base = has_base;
   return set;
 }
 

@@ -4,7 +4,6 @@
 #define QUANTD_CLIENT_CLI_TENSOR_OPTIONS_H_
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -63,6 +62,9 @@ void AddTensorArgument(Command* command, std::string* tensor);
 // Errors: ARGUMENT_INVALID for a spec with a gguf_type.
 absl::Status CheckNoGgufType(const SpecTemplate& spec);
 
+// What tensors become without a --spec.
+inline constexpr char kDefaultSpec[] = "int8";
+
 // --spec.
 struct SpecOptions {
   std::vector<std::string> specs;
@@ -70,7 +72,7 @@ struct SpecOptions {
   bool takes_gguf_types = false;
 
   void AddOptions(Command* command);
-  // Without a --spec int8 for all tensors.
+  // Without a --spec that of kDefaultSpec.
   // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
   absl::StatusOr<SpecSet> ParseSet() const;
   // The files that the options read: @FILE, and those of codebooks.
