@@ -34,7 +34,8 @@ class Checksum {
   std::unique_ptr<XXH3_state_t, Deleter> state_;
 };
 
-// Where a header wants the answer's bytes: none means in messages.
+// The shared memory that a header names for the answer's bytes; none if they go
+// in messages.
 // Errors: those of SharedMemoryAccess::Find, at "header.output".
 template <typename Header>
 absl::StatusOr<absl::optional<SharedBytes>> FindOutput(
@@ -67,7 +68,7 @@ class AnswerBytes {
 
   // Makes room for the next `size_bytes` at `offset_bytes`.
   void Begin(int64_t offset_bytes, int64_t size_bytes, ChunkWriter* out);
-  // Where the byte at `offset_bytes` goes.
+  // The place of the byte at `offset_bytes`.
   // Requires: within what Begin made room for.
   uint8_t* At(int64_t offset_bytes) const {
     return quantum_.data() + (offset_bytes - quantum_begin_bytes_);

@@ -1,4 +1,4 @@
-// What the log tells of what callers do.
+// Log lines about changes and denied calls.
 
 #ifndef QUANTD_SERVER_RPC_AUDIT_LOG_H_
 #define QUANTD_SERVER_RPC_AUDIT_LOG_H_

@@ -96,7 +96,7 @@ class BufferedQuantizeJob : public TensorJob {
   const RpcEnvironment& env() const { return env_; }
   const QuantizeTask& task() const { return task_; }
   TensorBuffer& buffer() { return buffer_; }
-  // Of the reals.
+  // Size of the reals.
   int64_t SizeBytes() const {
     return task_.description.element_count *
            core::ElementSizeBytes(task_.description.element_type);
@@ -108,9 +108,9 @@ class BufferedQuantizeJob : public TensorJob {
   virtual absl::Status Read() { return absl::OkStatus(); }
   // The encoding, once all is held.
   virtual absl::StatusOr<ResolvedEncoding> Encode() = 0;
-  // That may take more than kShortWork.
+  // True if Encode may take more than kShortWork.
   virtual bool EncodeIsLong() const { return false; }
-  // Of the histograms that the encoding comes from.
+  // Sets the mantissa bits of the histograms that the encoding comes from.
   void SetMantissaBits(int bits) { mantissa_bits_ = bits; }
   // Quantizing is going to fail: the tensor must leave nothing behind.
   virtual bool WillReject() const { return false; }

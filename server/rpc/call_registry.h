@@ -36,8 +36,8 @@ class WatchedCall {
 // that is in no budget, about 15 KB. Thread-safe.
 class CallRegistry {
  public:
-  // Those that watch the health have room of their own: they neither take that
-  // of other calls nor lose theirs to them.
+  // Calls that watch the health have room of their own: they neither take room
+  // from other calls nor lose theirs to them.
   enum class Kind { kCall, kWatch };
 
   // How many calls may be open, of which one caller has at most half; an eighth
@@ -75,7 +75,7 @@ class CallRegistry {
 
     const int64_t limit;
     int64_t count = 0;
-    // Of those that have some.
+    // Number of calls by caller, for callers that have some.
     absl::flat_hash_map<core::ThreadPool::Group, int64_t> counts;
   };
   struct Entry {
@@ -89,7 +89,7 @@ class CallRegistry {
   Room call_room_ ABSL_GUARDED_BY(mutex_);
   Room watch_room_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<WatchedCall*, Entry> calls_ ABSL_GUARDED_BY(mutex_);
-  // Those, and the ones that are being deleted.
+  // Number of calls in calls_, and of calls that are being deleted.
   int64_t call_count_ ABSL_GUARDED_BY(mutex_) = 0;
   // When the last one came.
   absl::Duration last_arrival_ ABSL_GUARDED_BY(mutex_) =

@@ -22,13 +22,13 @@ namespace quantd::server {
 struct Caller {
   // Never null.
   std::shared_ptr<const Principal> principal = Principal::Unrestricted();
-  // What is called, of RpcRow.
+  // The name of the RPC, from RpcRow.
   absl::string_view method;
-  // Of the call; null in tests.
+  // Context of the call; null in tests.
   const grpc::ServerContextBase* context = nullptr;
   // To what the caller may name in shared memory.
   SharedMemoryAccess shared_memory;
-  // As the caller sees them.
+  // The stores as the caller sees them.
   std::shared_ptr<EncodingStore> encodings;
   std::shared_ptr<StatisticsStore> statistics;
 };
@@ -44,7 +44,7 @@ class Authenticator {
                 EncodingStore* encodings, StatisticsStore* statistics,
                 const RegionRegistry* regions, Metrics* metrics);
 
-  // What the call brings to say who makes it.
+  // The token and certificate by which the call says who makes it.
   Credential CredentialOf(const grpc::ServerContextBase& context) const;
 
   // Whose share of the server the call takes from: the caller's name in the
@@ -57,19 +57,20 @@ class Authenticator {
   absl::StatusOr<Caller> Authenticate(
       const grpc::CallbackServerContext& context, const Credential& credential,
       Rpc rpc) const;
-  // The same in a call that goes on, by the access file as it is now.
+  // Like Authenticate, for a call that goes on, by the access file as it is
+  // now.
   absl::Status Renew(const Credential& credential, Rpc rpc,
                      Caller* caller) const;
-  // For calls that are not one of ours: that the caller is known.
+  // For calls that are not one of ours: checks that the caller is known.
   // Errors: TOKEN_MISSING, TOKEN_INVALID.
   absl::Status CheckKnown(const grpc::ServerContextBase& context,
                           const Credential& credential) const;
 
-  // Whether the caller may delete what is stored under that model's names.
+  // Checks that the caller may delete what is stored under that model's names.
   // Errors: SCOPE_MISSING.
   absl::Status CheckDelete(const Caller& caller, absl::string_view model) const;
 
-  // Whether the caller may store something under that model's names; to be
+  // Checks that the caller may store something under that model's names; to be
   // asked before there is work for it.
   // Errors: SCOPE_MISSING, MODEL_DENIED.
   absl::Status CheckWrite(const Caller& caller, absl::string_view model) const;

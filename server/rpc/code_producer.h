@@ -1,4 +1,4 @@
-// What Quantize is asked to do with a tensor, and the answer that it makes.
+// A tensor's task of Quantize, and the answer that it makes.
 
 #ifndef QUANTD_SERVER_RPC_CODE_PRODUCER_H_
 #define QUANTD_SERVER_RPC_CODE_PRODUCER_H_
@@ -29,20 +29,20 @@
 
 namespace quantd::server {
 
-// What a header asks for, checked.
+// The request of a header, checked.
 struct QuantizeTask {
   v1::TensorName name;
   TensorDescription description;
   core::NanPolicy nan_policy = core::NanPolicy::kDefault;
   bool omit_encoding = false;
   bool scales_in_chunks = false;
-  // Where the encoding is to be stored, if it is.
+  // Key to store the encoding under, if it is to be stored.
   absl::optional<EncodingKey> store_key;
-  // What is said of it then.
+  // Precondition and provenance for storing it.
   Precondition put;
-  // The caller's.
+  // The store of the caller.
   std::shared_ptr<EncodingStore> store;
-  // Where the codes go, if not into messages.
+  // Shared memory for the codes, if they do not go into messages.
   absl::optional<SharedBytes> output;
 
   ScaleTransport transport() const {
@@ -87,7 +87,7 @@ class CodeProducer {
   // Errors: SCALE_COUNT.
   absl::Status Advance(int64_t offset_bytes, int64_t bytes);
 
-  // Of data that may change meanwhile, which core::Quantize allows for.
+  // Quantizes data that may change meanwhile, which core::Quantize allows for.
   absl::Status QuantizeShared(int64_t offset_bytes,
                               absl::Span<const uint8_t> shared);
 
@@ -115,8 +115,8 @@ class CodeProducer {
     return offset_bytes / geometry_.real_bytes;
   }
   void SetEncoding(v1::Encoding* proto) const;
-  // Those that the elements use, if they are there: otherwise the tensor is
-  // about to fail.
+  // Sends the scales that the elements use, if they are there: otherwise the
+  // tensor is about to fail.
   void SendScales(int64_t first, int64_t count, ChunkWriter* out);
 
   const RpcEnvironment& env_;

@@ -29,11 +29,11 @@
 
 namespace quantd::server {
 
-// What takes no more is not charged: so that small calls, which come in large
+// Up to this size memory is not charged. So small calls, which come in large
 // numbers, go on while tensors have used up the budget.
 constexpr int64_t kUnchargedBytes = int64_t{64} << 10;
 
-// What every call of EncodingService is made with; all outlives the call.
+// Arguments of every call of EncodingService; all outlives the call.
 struct CallArguments {
   const RpcEnvironment& env;
   CallRegistry* registry;
@@ -82,8 +82,8 @@ class EncodingCall
   const RpcEnvironment& env() const { return env_; }
   // By the access file as it was at the last MayGoOn. Requires: in a step.
   const Caller& caller() const { return *caller_; }
-  // What is computed is of no use: the client is gone, or the server does not
-  // wait any longer.
+  // The result is of no use any more: the client is gone, or the server does
+  // not wait any longer.
   bool stopped() const { return stopped_.load(); }
   core::StopToken stop() const { return core::StopToken(&stopped_); }
 
@@ -98,16 +98,17 @@ class EncodingCall
 
   // False when the call is of no more use; then it has been ended.
   bool IsWanted();
-  // The same for a moment at which nothing is lost if the call ends. So it also
-  // ends if the server drains, if the call is too old, or if the caller may no
-  // longer make it.
+  // Like IsWanted, for a moment at which nothing is lost if the call ends. So
+  // it also ends if the server drains, if the call is too old, or if the caller
+  // may no longer make it.
   bool MayGoOn();
-  // Why not, within a step that is long; it does not end the call.
+  // The error for which MayGoOn would end the call, for use within a long step;
+  // does not end the call.
   absl::Status CheckGoesOn();
 
-  // Has a step of that kind done in the caller's group, whoever asks for it.
-  // What it throws, which it can only before it hands the call over, ends the
-  // call.
+  // Schedules a step of that kind in the caller's group, whichever thread asks
+  // for it. An exception, which the step can throw only before it hands the
+  // call over, ends the call.
   template <typename Step>
   void Schedule(StepKind kind, Step step) {
     const core::ThreadPool::GroupScope scope(group());
@@ -116,12 +117,12 @@ class EncodingCall
     });
   }
 
-  // What a step ends with, once.
+  // Each step ends with one of these, once.
   void Read() ABSL_LOCKS_EXCLUDED(mutex_);
   void Write(const google::protobuf::Message& response)
       ABSL_LOCKS_EXCLUDED(mutex_);
   void End(absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
-  // With the only message down.
+  // Ends the call with the only message down.
   void EndWith(const google::protobuf::Message& response)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -166,12 +167,12 @@ class EncodingCall
   std::atomic<bool> out_of_time_{false};
   // Either of them.
   std::atomic<bool> stopped_{false};
-  // Until OnDone.
+  // Keeps the call alive until OnDone.
   std::shared_ptr<EncodingCall> self_;
 
   // Used by the steps, one at a time.
   absl::StatusOr<Caller> caller_;
-  // What came, and what is under way.
+  // The messages that came and that are under way, and their leases.
   grpc::ByteBuffer request_bytes_;
   grpc::ByteBuffer response_bytes_;
   MemoryBudget::Lease arrival_lease_;

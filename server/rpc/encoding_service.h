@@ -33,7 +33,7 @@ class EncodingService final : public grpc::Service {
 
   const RpcEnvironment& env_;
   CallRegistry* const registry_;
-  // Of the methods; gRPC keeps pointers to them.
+  // Paths of the methods; gRPC keeps pointers to them.
   std::deque<std::string> paths_;
 };
 

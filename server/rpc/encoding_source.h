@@ -1,5 +1,5 @@
-// What a request says a tensor becomes: an encoding, by name or in full, or a
-// spec.
+// The source of a tensor's encoding in a request: an encoding, by name or in
+// full, or a spec.
 
 #ifndef QUANTD_SERVER_RPC_ENCODING_SOURCE_H_
 #define QUANTD_SERVER_RPC_ENCODING_SOURCE_H_
@@ -31,15 +31,16 @@
 
 namespace quantd::server {
 
-// What a tensor may have without asking: there is a limit to their number.
+// Memory that a tensor may have without asking: there is a limit to the number
+// of tensors.
 constexpr int64_t kSmallBytes = int64_t{8} << 10;
-// What to do about an encoding that there is no memory for.
+// Advice to the client when there is no memory for an encoding.
 constexpr char kEncodingWayOut[] =
     "put encodings with PutEncoding and name them by reference, or send fewer "
     "tensors at once";
 
-// Whether all scales of an encoding go in one message. With all that is beside
-// them it takes at most Limits::chunk_bytes then.
+// How the scales of an encoding are sent: all in one message, or in chunks. One
+// message takes at most Limits::chunk_bytes with all that is beside the scales.
 enum class ScaleTransport { kOneMessage, kChunks };
 
 // Errors: those of BlockLayout::Create, BLOCK_SIZE_INVALID where it leaves no
@@ -53,8 +54,8 @@ struct ResolvedEncoding {
   std::shared_ptr<const core::BlockLayout> layout;
   // Empty for inline encodings that were not stored.
   std::string etag;
-  // Of an encoding that came by reference, with all that use the same one; what
-  // one that came inline takes is charged to its source.
+  // Lease of an encoding that came by reference, shared by all that use the
+  // same one. The memory of an inline encoding is charged to its source.
   std::shared_ptr<const MemoryBudget::Lease> lease = nullptr;
   // The scales come in chunks, each with a zero point or none; see
   // OpenIncoming.
@@ -63,15 +64,14 @@ struct ResolvedEncoding {
   std::shared_ptr<IncomingScales> incoming = nullptr;
 };
 
-// Where the scales come in chunks: `encoding` and `layout` become those of a
-// core::ScaleWindow for elements [begin, end).
+// For an encoding whose scales come in chunks: makes `encoding` and `layout`
+// those of a core::ScaleWindow for elements [begin, end).
 // Errors: those of IncomingScales::Create.
 absl::Status OpenIncoming(const RpcEnvironment& env, int64_t begin, int64_t end,
                           bool keep_all, ResolvedEncoding* resolved);
 
-// The encoding that a header names: inline, or by reference. Movable. What it
-// takes beyond a few KiB, which every tensor may, is charged to the memory
-// budget.
+// The encoding that a header names: inline, or by reference. Movable. Memory
+// beyond a few KiB, which every tensor may have, is charged to the budget.
 class EncodingSource {
  public:
   // A reference to what the caller's store has; without waiting.
@@ -79,7 +79,7 @@ class EncodingSource {
   static absl::StatusOr<EncodingSource> Open(
       const Caller& caller, const v1::EncodingReference& reference,
       const v1::TensorName& tensor_name);
-  // What only quantd sets in an encoding is ignored.
+  // An inline encoding. Fields that only quantd sets are ignored.
   // Errors: those of EncodingFromProto, MEMORY_BUDGET.
   static absl::StatusOr<EncodingSource> Open(const RpcEnvironment& env,
                                              const v1::Encoding& proto);
@@ -102,16 +102,16 @@ class EncodingSource {
  private:
   bool is_reference_ = false;
   EncodingKey key_;
-  // Of a reference.
+  // The store of a reference.
   std::shared_ptr<EncodingStore> store_;
-  // That the reference asks for; empty for any.
+  // The etag that the reference asks for; empty for any.
   std::string if_match_;
   std::shared_ptr<const core::Encoding> encoding_;
-  // Of an inline encoding without scales.
+  // True for an inline encoding without scales.
   bool in_chunks_ = false;
   bool chunks_have_zero_points_ = false;
   std::string etag_;
-  // Of an inline encoding.
+  // Lease of an inline encoding.
   MemoryBudget::Lease lease_;
 };
 
@@ -121,9 +121,9 @@ struct ResolvedSpec {
   std::shared_ptr<const core::BlockLayout> layout;
   // See core::Calibrate; empty unless the request gave some.
   std::vector<float> outer_maximum = {};
-  // Of the ranges of its scales; null when a caller has charged them.
+  // Lease of the ranges of its scales; null when a caller has charged them.
   std::shared_ptr<const MemoryBudget::Lease> lease = nullptr;
-  // Of its elements; null if all count the same.
+  // Weights of its elements; null if all count the same.
   std::shared_ptr<SpecImportance> importance = nullptr;
 };
 
@@ -131,7 +131,7 @@ struct ResolvedSpec {
 inline const core::Importance* ImportanceOf(const ResolvedSpec& spec) {
   return spec.importance == nullptr ? nullptr : spec.importance->get();
 }
-// What ReadImportance does with a store.
+// The use that ReadImportance makes of a store.
 StoreUse ImportanceUse(const ResolvedSpec& spec);
 // Reads the weights of a spec's elements, if it has some; once.
 // `field`  of the importance in the request.
@@ -160,9 +160,9 @@ absl::StatusOr<ResolvedSpec> ResolveSpec(
     const RpcEnvironment& env, const v1::EncodingSpec& proto,
     absl::Span<const int64_t> shape,
     ScaleTransport transport = ScaleTransport::kOneMessage);
-// The same where the elements are searched, so that the spec may have an
-// importance. Its weights may have to be read yet. Of a slice all that is said
-// is of the whole, and what is resolved is for the slice.
+// Like ResolveSpec, where the elements are searched, so that the spec may have
+// an importance. Its weights may have to be read yet. For a slice, the
+// arguments describe the whole tensor, and the result is for the slice.
 // `name`           of the tensor.
 // `outer_maximum`  that comes with the spec; see core::Calibrate.
 // Errors: those of SpecImportance::Create as well; OUTER_MAXIMUM at no field;

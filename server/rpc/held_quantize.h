@@ -22,7 +22,7 @@
 
 namespace quantd::server {
 
-// What a HeldQuantizeJob gathers for a spec; null where that is null.
+// The accumulator for the tensor of a HeldQuantizeJob; null if `spec` is null.
 // Errors: those of TensorAccumulator::Create.
 absl::StatusOr<std::unique_ptr<TensorAccumulator>> MakeHeldAccumulator(
     const RpcEnvironment& env, core::ElementType element_type,

@@ -47,7 +47,7 @@ class ImportQueue {
     *text_bytes = 0;
   }
 
-  // Whether no import of its caller waits, or none for longer than `import`.
+  // True if no import of its caller waits, or none for longer than `import`.
   // Callers do not wait for each other: one may wait for what never comes.
   bool MayTry(const void* import, core::ThreadPool::Group caller)
       ABSL_LOCKS_EXCLUDED(mutex_) {
@@ -81,7 +81,7 @@ class ImportQueue {
   int64_t text_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   // Imports that have files.
   std::deque<const void*> files_ ABSL_GUARDED_BY(mutex_);
-  // Those of each caller that wait to parse theirs; none is empty.
+  // Imports that wait to parse their files, by caller; no line is empty.
   absl::flat_hash_map<core::ThreadPool::Group, std::deque<const void*>> lines_
       ABSL_GUARDED_BY(mutex_);
 };

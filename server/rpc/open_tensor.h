@@ -39,9 +39,9 @@ class OpenTensor {
   OpenTensor(const RpcEnvironment& env, TensorRpc* rpc, StreamAccount* account,
              const std::atomic<bool>* stopped);
 
-  // Whether there is time for it, with the `data_bytes` that came beside its
-  // header in a message of `message_bytes`. If not, it may be served all the
-  // same if it turns out to be light.
+  // Checks that there is time for the tensor, with the `data_bytes` that came
+  // beside its header in a message of `message_bytes`. If not, it may be served
+  // all the same if it turns out to be light.
   // Errors: OVERLOADED for a large message.
   absl::Status Admit(int64_t data_bytes, int64_t message_bytes);
   // Reads its header.
@@ -63,7 +63,7 @@ class OpenTensor {
   // The next part of its end, if there is memory for it; true after the last.
   // Errors: as Feed.
   absl::StatusOr<bool> Finish(bool over_share, ChunkWriter* out);
-  // Tells what became of it.
+  // Counts the tensor's outcome.
   void Close(bool ok);
 
   // It has a job.
@@ -85,22 +85,23 @@ class OpenTensor {
   }
   // Errors: TENSOR_INCOMPLETE unless all bytes came. Requires: resolved().
   absl::Status CheckComplete() const { return reader_->CheckComplete(); }
-  // It waits for memory; what waited is tried again.
+  // It waits for memory; the step that waits is tried again.
   bool waits_for_memory() const {
     return memory_wait_start_ != -absl::InfiniteDuration();
   }
   // It failed because the stream had too much memory.
   bool cut_off() const { return cut_off_; }
-  // What its next step is like. Requires: checked().
+  // The kind of its next step.
+  // Requires: checked().
   StepKind next_step() const;
-  // How long a worker needs for what has arrived of it; `data_bytes` with the
-  // header unless it is resolved.
+  // How long a worker needs for the bytes that have arrived; `data_bytes` with
+  // the header unless it is resolved.
   absl::Duration PendingWork(int64_t data_bytes) const;
-  // What its end took of the workers until now.
+  // Time of the workers that its end took until now.
   absl::Duration finish_time() const { return finish_time_; }
 
  private:
-  // What its next step does with a store.
+  // The use that its next step makes of a store.
   StoreUse store_use() const {
     if (!checked()) return StoreUse::kNone;
     if (!resolved()) return job_->ResolveUse();
@@ -117,13 +118,14 @@ class OpenTensor {
   }
   // How long for its end, if it has so many bytes.
   absl::Duration FinishTime(int64_t bytes) const;
-  // Both are false when it has to wait for memory: for a while, without a
-  // thread.
+  // Reserve and PushScales answer false when the tensor has to wait for memory:
+  // for a while, without a thread.
   // Errors: MEMORY_BUDGET.
   absl::StatusOr<bool> Reserve(int64_t bytes, bool over_share);
   // Hands `scales_` to the job. Errors: those of TensorJob::PushScales.
   absl::StatusOr<bool> PushScales();
-  // Whether what asked for memory, and was answered `status`, goes on.
+  // True if the step that asked for memory, and was answered `status`, can go
+  // on; false if it waits.
   absl::StatusOr<bool> HasMemory(absl::Status status);
 
   const RpcEnvironment& env_;
@@ -133,11 +135,11 @@ class OpenTensor {
   const absl::Duration start_time_;
   std::unique_ptr<TensorJob> job_;
   absl::optional<ChunkReader> reader_;
-  // Of the last message, until the job has them.
+  // Scales of the last message, until the job has them.
   absl::Span<const std::string> scales_;
-  // What they take while they wait for memory.
+  // Memory of the scales while they wait for memory.
   MemoryBudget::Lease scales_lease_;
-  // What feeding it took, where it is searched meanwhile.
+  // Time of feeding the tensor, if it is searched meanwhile.
   absl::Duration feed_search_time_;
   absl::Duration finish_time_;
   // Why it may only be served if it is light.

@@ -1,4 +1,4 @@
-// What candidates do to the output of a weight's layer.
+// Noise that candidates add to the output of a weight's layer.
 
 #ifndef QUANTD_SERVER_RPC_OUTPUT_METER_H_
 #define QUANTD_SERVER_RPC_OUTPUT_METER_H_

@@ -1,4 +1,4 @@
-// What a page of a list takes.
+// Memory of a page of a list.
 
 #ifndef QUANTD_SERVER_RPC_PAGE_BYTES_H_
 #define QUANTD_SERVER_RPC_PAGE_BYTES_H_

@@ -1,4 +1,4 @@
-// What is said of what made an encoding that is stored.
+// Provenance of stored encodings: how each was made.
 
 #ifndef QUANTD_SERVER_RPC_PROVENANCE_H_
 #define QUANTD_SERVER_RPC_PROVENANCE_H_

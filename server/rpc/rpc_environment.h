@@ -1,4 +1,4 @@
-// What every handler works with.
+// Objects that every handler works with.
 
 #ifndef QUANTD_SERVER_RPC_RPC_ENVIRONMENT_H_
 #define QUANTD_SERVER_RPC_RPC_ENVIRONMENT_H_
@@ -29,7 +29,7 @@ struct RpcEnvironment {
   core::ThreadPool* store_pool;
   core::ThreadPool* write_pool;
   core::ThreadPool* long_write_pool;
-  // Of lower priority than those above.
+  // The statistics and long pools have a lower priority than those above.
   core::ThreadPool* statistics_pool;
   core::ThreadPool* long_pool;
   // Helps those computations, at their priority; null with one thread.
@@ -37,7 +37,7 @@ struct RpcEnvironment {
   // Null without shared memory.
   RegionRegistry* regions;
   ImportQueue* imports;
-  // Of quantd, for what it says of itself.
+  // The version of quantd.
   absl::string_view version;
 };
 

@@ -33,7 +33,7 @@ class ScaleChecker {
   // Errors: those of core::ScaleWindow, which name a scale by its index in the
   // encoding, at the chunk's fields.
   absl::Status Check(const v1::ScaleChunk& chunk);
-  // Whether all scales have come.
+  // Checks that all scales have come.
   // Errors: SCALE_COUNT.
   absl::Status Finish() const;
 
@@ -42,7 +42,7 @@ class ScaleChecker {
       : window_(std::move(window)), expected_count_(expected_count) {}
 
   core::ScaleWindow window_;
-  // Of scale_shape; none where that is not known.
+  // Number of scales by scale_shape; none where that is not known.
   absl::optional<int64_t> expected_count_;
 };
 

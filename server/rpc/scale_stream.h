@@ -71,8 +71,8 @@ class IncomingScales {
 // The scales of an answer, in chunks. Not thread-safe.
 class ScaleAnswer {
  public:
-  // Of `encoding`, or one with the same scale type, beginning with the first of
-  // `needed`.
+  // An answer with the scales of `encoding`, or of one with the same scale
+  // type, beginning with the first of `needed`.
   // `outer_layout`  that of OuterLayoutOf.
   ScaleAnswer(const RpcEnvironment& env, core::BlockLayout outer_layout,
               const core::BlockLayout::ScaleRange& needed);

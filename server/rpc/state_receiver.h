@@ -25,16 +25,16 @@ namespace quantd::server {
 // Release. Not thread-safe.
 class StateReceiver {
  public:
-  // What the header says of the state.
+  // The state that the header announces.
   struct Expected {
     int64_t size_bytes = 0;
-    // Of the whole tensor, and which part of it the elements are.
+    // Shape of the whole tensor, and the part of it that the elements are.
     std::vector<int64_t> shape;
     absl::optional<core::TensorSlice> slice;
     // In its canonical form.
     std::vector<int64_t> block_size;
     int mantissa_bits = 0;
-    // Of the Gram matrix, if there is to be one; valid.
+    // Outline of the Gram matrix, if there is to be one; valid.
     absl::optional<core::GramState::Parts> gram;
     // The axis of the moments, if there are to be some, and their features.
     absl::optional<int64_t> moments_axis;
@@ -61,7 +61,7 @@ class StateReceiver {
   // Errors: STATISTICS_INVALID; CANCELLED.
   absl::StatusOr<core::StatisticsState> Read(core::StopToken stop);
 
-  // What was read is gone.
+  // Gives back the memory of the result, which is gone.
   void Release() { lease_.Release(); }
 
  private:

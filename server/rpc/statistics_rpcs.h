@@ -64,9 +64,9 @@ class RevisionStatistics {
   // From Open on.
   std::string model_;
   std::string revision_;
-  // Those that are wanted.
+  // The entries that are wanted.
   std::vector<StatisticsListEntry> entries_;
-  // What entries_ take, and what was loaded.
+  // Leases of entries_ and of the loaded statistics.
   MemoryBudget::Lease entries_lease_;
   MemoryBudget::Lease lease_;
 };

@@ -11,11 +11,11 @@
 
 namespace quantd::server {
 
-// What may as well be done by the thread that is there: to hand it to another
+// Work that is as well done by the thread that is there: to hand it to another
 // takes a hundredth of that, and others wait no longer for it.
 constexpr absl::Duration kShortWork = absl::Milliseconds(2);
 
-// What a step is like, which decides where it is done. Calls say no more about
+// The kind of a step, which decides where it is done. Calls say no more about
 // threads than that.
 enum class StepKind {
   // Takes some microseconds: whoever is there does it, one of gRPC's threads
@@ -25,15 +25,15 @@ enum class StepKind {
   kQuantum,
   // Waits for a store: a thread that may wait and runs no kernel.
   kStore,
-  // The same to read statistics, and to put those of all sources together,
+  // Like kStore, but reads statistics and puts those of all sources together,
   // which may take seconds: apart, so that no other read waits behind it, and
   // of lower priority, as kLong.
   kStatistics,
-  // The same to write, which others may keep waiting for seconds: apart, so
-  // that no read waits behind it.
+  // Like kStore, but writes, which others may keep waiting for seconds: apart,
+  // so that no read waits behind it.
   kWrite,
-  // The same in many transactions, with which others take turns: apart, so that
-  // no short write waits behind all of them.
+  // Like kWrite, but in many transactions, with which others take turns: apart,
+  // so that no short write waits behind all of them.
   kLongWrite,
   // May take more than kShortWork: a thread of its own, to its end, of lower
   // priority than those above. The operating system shares the processors; see
@@ -42,19 +42,18 @@ enum class StepKind {
   kLong,
 };
 
-// Whether the thread of such a step waits for a store.
+// True if the thread of such a step waits for a store.
 constexpr bool MayWait(StepKind kind) {
   return kind == StepKind::kStore || kind == StepKind::kStatistics ||
          kind == StepKind::kWrite || kind == StepKind::kLongWrite;
 }
 
-// Whether it is of lower priority, and so calls nothing of gRPC.
+// True if the step is of lower priority, and so calls nothing of gRPC.
 constexpr bool IsLowPriority(StepKind kind) {
   return kind == StepKind::kStatistics || kind == StepKind::kLong;
 }
 
-// Whether a thread that is there for steps of kind `there` may do one of kind
-// `next`.
+// True if a thread for steps of kind `there` may do one of kind `next`.
 constexpr bool MayDo(StepKind there, StepKind next) {
   return there == next ||
          (there == StepKind::kQuantum && next == StepKind::kLight);

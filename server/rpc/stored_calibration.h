@@ -21,15 +21,16 @@
 
 namespace quantd::server {
 
-// Whether tensors have one outer scale each by that spec.
+// True if tensors have one outer scale each by that spec.
 // `spec`  resolved.
 bool HasOneOuterScale(const core::EncodingSpec& spec);
 
-// What tied tensors share under a spec: one of both, or nothing.
+// The scale or encoding that tied tensors share under a spec: one of both, or
+// nothing.
 struct TiedScale {
-  // Of a spec with one outer scale: the magnitude of the largest range of all.
+  // For a spec with one outer scale: the magnitude of the largest range of all.
   absl::optional<double> outer_magnitude;
-  // Of any other spec: the encoding of all.
+  // For any other spec: the encoding of all.
   std::shared_ptr<const core::Encoding> encoding = nullptr;
 };
 

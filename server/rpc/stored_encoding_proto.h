@@ -1,4 +1,4 @@
-// What is stored of an encoding, as messages say it.
+// Messages that describe a stored encoding.
 
 #ifndef QUANTD_SERVER_RPC_STORED_ENCODING_PROTO_H_
 #define QUANTD_SERVER_RPC_STORED_ENCODING_PROTO_H_
@@ -13,7 +13,7 @@ namespace quantd::server {
 
 google::protobuf::Timestamp ToTimestamp(absl::Time time);
 
-// What StoredEncoding says of a stored encoding.
+// Fills in the message about a stored encoding.
 void StoredEncodingToProto(const EncodingKey& key, const StoredEncoding& stored,
                            bool with_encoding, v1::StoredEncoding* proto);
 

@@ -1,4 +1,4 @@
-// What one stream costs the others.
+// Load that one stream puts on the server.
 
 #ifndef QUANTD_SERVER_RPC_STREAM_ACCOUNT_H_
 #define QUANTD_SERVER_RPC_STREAM_ACCOUNT_H_
@@ -34,11 +34,11 @@ class StreamAccount {
   // client does not read or it ends, there is nothing to do for it.
   void Hold(int64_t bytes, bool rests) ABSL_LOCKS_EXCLUDED(mutex_);
   // The stream holds more than its share while memory is used up, with
-  // `more_bytes`: it has to let its tensor go.
+  // `more_bytes`: it has to give up its tensor.
   bool OverShare(int64_t more_bytes) const ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // Whether there is time for a tensor that takes a worker as long as `work`;
-  // it is what there is to do if so.
+  // Checks that there is time for a tensor that takes a worker as long as
+  // `work`; counts that as the stream's work if so.
   // Errors: OVERLOADED.
   absl::Status Admit(absl::Duration work) ABSL_LOCKS_EXCLUDED(mutex_);
   // More bytes came of the open tensor.
@@ -47,8 +47,8 @@ class StreamAccount {
   // computes in between is done, until WorkLeft is called.
   void BeginLong() ABSL_LOCKS_EXCLUDED(mutex_);
   void EndLong() ABSL_LOCKS_EXCLUDED(mutex_);
-  // What there is to do after a task, and what was done for the tensor's end by
-  // now.
+  // Sets the work that is left after a task, and the time that was spent on the
+  // tensor's end by now.
   void WorkLeft(absl::Duration work, absl::Duration spent)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -82,7 +82,7 @@ class StreamAccount {
   absl::Duration FeedTimeLocked(int64_t bytes) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void CountLoad() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // What the long computation has had of the processors, if there is one.
+  // Processor time that the long computation has had, if there is one.
   absl::Duration LongTime() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const RpcEnvironment& env_;
@@ -93,17 +93,17 @@ class StreamAccount {
   MemoryBudget::Transit transit_ ABSL_GUARDED_BY(mutex_);
   Admission::Load load_ ABSL_GUARDED_BY(mutex_);
   bool rests_ ABSL_GUARDED_BY(mutex_) = false;
-  // Of the open tensor, if it is searched as it is fed.
+  // Bytes and search time of the open tensor, if it is searched as it is fed.
   int64_t search_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Duration search_estimate_ ABSL_GUARDED_BY(mutex_);
-  // What the workers have to do for the open tensor.
+  // Work that is left for the open tensor.
   absl::Duration work_ ABSL_GUARDED_BY(mutex_);
-  // What they have done for its end.
+  // Time that workers have spent on its end.
   absl::Duration spent_ ABSL_GUARDED_BY(mutex_);
   // The clock of the thread that computes, and its time when it began.
   absl::optional<core::ThreadClock> long_clock_ ABSL_GUARDED_BY(mutex_);
   absl::Duration long_start_ ABSL_GUARDED_BY(mutex_);
-  // Of the computation that ended.
+  // Processor time of the computation that ended.
   absl::Duration long_done_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -32,7 +32,7 @@ class StreamTransport {
   // `reactor`  of the call; outlives the object.
   explicit StreamTransport(Reactor* reactor);
 
-  // What gRPC told the reactor.
+  // Called by the reactor when gRPC calls it.
   void ReadDone(bool ok);
   // Errors of gRPC cancel the call.
   void WriteDone(bool ok);
@@ -88,7 +88,7 @@ class StreamTransport {
   // A message for the client.
   struct QueuedAnswer {
     grpc::ByteBuffer message;
-    // What it counts for in queued_bytes_.
+    // Its share of queued_bytes_.
     int64_t charge_bytes;
   };
 
@@ -100,7 +100,7 @@ class StreamTransport {
   int64_t taken_bytes_ = 0;
   std::deque<QueuedAnswer> writes_;
   int64_t queued_bytes_ = 0;
-  // Of the write that is under way.
+  // Start of the write that is under way.
   absl::optional<absl::Duration> write_start_time_;
   // A write has completed.
   bool has_written_ = false;

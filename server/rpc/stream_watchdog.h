@@ -26,16 +26,16 @@ class StreamWatchdog {
 
   absl::Duration age() const { return core::SteadyNow() - start_time_; }
 
-  // Whether the stream may take on another tensor.
+  // Checks that the stream may take on another tensor.
   // Errors: DRAINING, STREAM_AGE.
   absl::Status CheckMayOpen() const;
-  // Whether it may stay, with nothing open and nothing to do since that time. A
-  // client may be about to end it by itself while the server drains: it has a
-  // moment for that.
+  // Checks that the stream may stay, with nothing open and nothing to do since
+  // that time. A client may be about to end it by itself while the server
+  // drains: it has a moment for that.
   // Errors: as CheckMayOpen.
   absl::Status CheckMayIdle(absl::Duration since) const;
-  // Finds its age; from when it is too old on, CheckMayOpen tells. Whether it
-  // may finish its tensor.
+  // Looks at the stream's age: once it is too old, CheckMayOpen fails. Checks
+  // that the stream may finish its tensor.
   // Errors: STREAM_AGE.
   absl::Status CheckAge();
 

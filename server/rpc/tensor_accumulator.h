@@ -22,7 +22,7 @@ namespace quantd::server {
 class TensorAccumulator {
  public:
   static constexpr int kNoHistograms = 0;
-  // Those of core::DefaultMantissaBits.
+  // Stands for core::DefaultMantissaBits.
   static constexpr int kDefaultMantissaBits = -1;
 
   // Charges the memory budget with what the scale count needs, and
@@ -45,7 +45,7 @@ class TensorAccumulator {
     return layout_;
   }
   const core::TensorStatistics& statistics() const { return statistics_; }
-  // What there was room for.
+  // Bytes that the budget had room for.
   int64_t leased_bytes() const { return lease_.bytes(); }
   // Moves the statistics out; what they take stays charged.
   core::TensorStatistics Take() { return std::move(statistics_); }
@@ -60,7 +60,8 @@ class TensorAccumulator {
   const RpcEnvironment& env_;
   const core::ElementType element_type_;
   const std::shared_ptr<const core::BlockLayout> layout_;
-  // What there was room for, and what the latest elements took without asking.
+  // Memory that the budget had room for, and memory that the latest elements
+  // took without asking.
   MemoryBudget::Lease lease_;
   MemoryBudget::Lease unasked_lease_;
   core::TensorStatistics statistics_;

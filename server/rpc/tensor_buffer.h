@@ -24,7 +24,8 @@ class TensorBuffer {
  public:
   static constexpr int64_t kBlockBytes = int64_t{1} << 20;
 
-  // Of a tensor of `total_bytes`, for which `beside_bytes` are leased besides.
+  // A buffer for `total_bytes` of a tensor, for which `beside_bytes` are leased
+  // besides.
   TensorBuffer(const RpcEnvironment& env, int64_t total_bytes,
                int64_t beside_bytes);
 

@@ -22,17 +22,18 @@ namespace quantd::server {
 
 // The mantissa bits that an accumulator for the spec takes.
 int MantissaBitsFor(const core::EncodingSpec& spec);
-// The same where the tensor is held: none for blocks that a calibrator may look
-// at by themselves. Large ones get histograms as they arrive, which take less
-// than the tensor then.
+// Mantissa bits where the tensor is held: none for blocks that a calibrator may
+// look at by themselves. Large ones get histograms as they arrive, which take
+// less than the tensor then.
 int MantissaBitsWhereHeld(const ResolvedSpec& spec);
 // About how long one worker searches a tensor that is at hand; see
 // core::SearchTime. With importance it looks at the elements of every block.
 absl::Duration ElementSearchTime(const ResolvedSpec& spec);
-// What the threads need beside that to search a tensor that is held: to be
-// leased when its header comes.
+// Bytes that the threads need beside that to search a tensor that is held: to
+// be leased when its header comes.
 int64_t SearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec);
-// The same where elements are searched as they arrive, up to so many at once.
+// Bytes that the threads need to search elements as they arrive, up to so many
+// at once.
 int64_t LocalSearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec,
                          int64_t elements_at_once);
 
@@ -44,9 +45,9 @@ struct CalibratedEncoding {
   int mantissa_bits = 0;
 };
 
-// Whether it may take more than kShortWork to calibrate that spec on
-// statistics of `scale_count` scales and `element_count` elements, or on a held
-// tensor with so many.
+// True if it may take more than kShortWork to calibrate that spec on statistics
+// of `scale_count` scales and `element_count` elements, or on a held tensor
+// with so many.
 bool TakesLong(const core::EncodingSpec& spec, int64_t scale_count,
                int64_t element_count);
 

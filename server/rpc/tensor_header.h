@@ -40,15 +40,16 @@ absl::StatusOr<ParsedHeader<Header>> ParseHeader(const RpcEnvironment& env,
 absl::StatusOr<TensorDescription> CheckDescription(
     const RpcEnvironment& env, const v1::TensorDescription& proto);
 
-// Whether a slice has whole rows, as what depends on a layer's inputs needs.
+// Checks that a slice has whole rows, as anything that depends on a layer's
+// inputs needs.
 // Errors: SHAPE_INVALID.
 absl::Status CheckWholeRows(const TensorDescription& description);
 
-// HEADER_INVALID of what is not protobuf.
+// HEADER_INVALID for bytes that are not protobuf.
 absl::Status HeaderBrokenError();
 
-// What a header takes that is being parsed, and `bytes` again, which it came
-// out of; nothing for a small one.
+// Lease of a header while it is parsed, and of the `bytes` that it is parsed
+// from; empty for a small one.
 // Errors: HEADER_INVALID: a large one that is not protobuf; MEMORY_BUDGET.
 absl::StatusOr<MemoryBudget::Lease> ChargeHeader(
     const RpcEnvironment& env, const google::protobuf::Descriptor& type,

@@ -1,4 +1,4 @@
-// What a streaming RPC does with one tensor.
+// The work of a streaming RPC on one tensor.
 
 #ifndef QUANTD_SERVER_RPC_TENSOR_JOB_H_
 #define QUANTD_SERVER_RPC_TENSOR_JOB_H_
@@ -23,11 +23,11 @@
 
 namespace quantd::server {
 
-// What a call of a job does with a store, for which it waits; of several, the
-// last.
+// The use that a call of a job makes of a store, for which it waits; of
+// several, the last.
 enum class StoreUse { kNone, kRead, kReadStatistics, kWrite, kLongWrite };
 
-// Which bytes come up, and in what portions a job takes them.
+// The bytes that come up, and the portions in which a job takes them.
 struct TensorFrame {
   // The bytes of the tensor that come, [begin_bytes, end_bytes).
   int64_t begin_bytes = 0;
@@ -57,19 +57,19 @@ class TensorJob {
  public:
   virtual ~TensorJob() = default;
 
-  // What takes long may end early, with any error, once nobody wants it any
+  // Long calls may end early, with any error, once nobody wants the result any
   // more: when `stopped`, which outlives the job.
   void StopWhen(const std::atomic<bool>* stopped) { stopped_ = stopped; }
 
-  // What the next call of Resolve or Finish does with a store. Unless that is
-  // nothing, it is made on a thread that may wait and runs no kernel.
+  // The use that the next call of Resolve or Finish makes of a store. Unless
+  // that is none, the call comes on a thread that may wait and runs no kernel.
   virtual StoreUse ResolveUse() const { return StoreUse::kNone; }
   virtual StoreUse FinishUse() const { return StoreUse::kNone; }
   // The next call of Finish may take more than kShortWork: it is made on a
   // thread for that, and looks at stop().
   virtual bool FinishIsLong() const { return false; }
-  // Calls for data of a few KiB take no more than some microseconds, but where
-  // they wait for a store.
+  // Calls for data of a few KiB take no more than some microseconds, except
+  // where they wait for a store.
   virtual bool light() const { return false; }
 
   // Finds what the header names, such as the encoding.
@@ -87,9 +87,9 @@ class TensorJob {
   // About how long one worker searches for ranges when all bytes are there.
   // Resolve may correct this and the next, downwards.
   absl::Duration search_time() const { return search_time_; }
-  // The same of searches that go on while all bytes of the frame are fed.
+  // About how long one worker searches while all bytes of the frame are fed.
   absl::Duration feed_search_time() const { return feed_search_time_; }
-  // Nothing else of note is done meanwhile.
+  // Feeding does nothing else of note.
   bool feed_only_searches() const { return feed_only_searches_; }
 
   // Valid after Resolve.
@@ -104,7 +104,7 @@ class TensorJob {
                             ChunkWriter* out) {}
   virtual absl::Status Feed(int64_t offset_bytes,
                             absl::Span<const uint8_t> data) = 0;
-  // The same for `shared` data, part of `region`, which the client may change
+  // Like Feed, for `shared` data, part of `region`, which the client may change
   // at any time. By default works on a copy, which `copy` makes.
   virtual absl::Status FeedShared(int64_t offset_bytes,
                                   const std::shared_ptr<const Region>& region,

@@ -41,7 +41,7 @@ class TensorSequence {
     const std::atomic<bool>* stopped;
   };
 
-  // What others have to know between two steps.
+  // The state between two steps, for the stream.
   struct Outlook {
     // A message or the end of a tensor is not done with.
     bool has_more = false;
@@ -50,7 +50,7 @@ class TensorSequence {
     // The last tensor failed: chunks are dropped until the next header.
     bool skips = false;
     bool waits_for_memory = false;
-    // What kind of thread goes on; one for quanta with what is light.
+    // The kind of thread that goes on; one for quanta also does light steps.
     StepKind next_step = StepKind::kQuantum;
   };
 
@@ -96,7 +96,7 @@ class TensorSequence {
     // Its tensor was admitted, but not opened yet.
     bool admitted = false;
     bool opened = false;
-    // Of `shared`, which the envelope's data then points into.
+    // The region of `shared`, which the envelope's data then points into.
     std::shared_ptr<const Region> region;
   };
 
@@ -116,7 +116,7 @@ class TensorSequence {
   // There is a tensor with a job.
   bool has_job() const { return tensor_.has_value() && tensor_->checked(); }
   bool finishing() const { return tensor_.has_value() && tensor_->finishing(); }
-  // What the next step of the open tensor is like.
+  // The kind of the open tensor's next step.
   StepKind next_step() const;
 
   const RpcEnvironment& env_;

@@ -77,7 +77,7 @@ class TensorStream final : public StreamTransport::Reactor,
   // When there is work that is light, or nothing yet but a message to look at,
   // claims it: the caller, one of gRPC's callbacks, has to call Work(kLight).
   bool ClaimLightWork() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Whether a task has something to do.
+  // True if there is something to do for a task.
   bool HasWork() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // As many answers wait for the client as may.
   bool QueueIsFull() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -87,7 +87,7 @@ class TensorStream final : public StreamTransport::Reactor,
 
   // The task: a step, or what of it a thread for steps of that kind may do.
   void Work(StepKind kind) ABSL_LOCKS_EXCLUDED(mutex_);
-  // What the task ends with; on a worker when it was long.
+  // Ends the task; on a worker when it was long.
   void EndWork(absl::Status status, bool end_of_stream)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -110,9 +110,9 @@ class TensorStream final : public StreamTransport::Reactor,
   StreamTransport transport_ ABSL_GUARDED_BY(mutex_);
   // There is a task.
   bool working_ ABSL_GUARDED_BY(mutex_) = false;
-  // When there was something to tell the client for the last time.
+  // Time of the last answer or progress message to the client.
   absl::Duration told_time_ ABSL_GUARDED_BY(mutex_) = core::SteadyNow();
-  // What the last task left.
+  // State after the last task.
   TensorSequence::Outlook outlook_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -35,9 +35,9 @@ class TensorwiseCall : public EncodingCall {
   virtual absl::StatusOr<bool> Load() = 0;
   // Makes the message. An error ends the call.
   virtual absl::Status Compute(Response* response) = 0;
-  // Whether it made one; if not, Load comes next.
+  // True if Compute made a message; if not, Load comes next.
   virtual bool answers() const { return true; }
-  // Whether Store is to be called, in a step of the store.
+  // True if Store is to be called, in a step of the store.
   virtual bool stores() const { return false; }
   virtual void Store(Response* response) {}
 

@@ -70,7 +70,7 @@ class TiedStatistics {
                       absl::Span<const core::EncodingSpec> specs,
                       ScaleTransport transport, core::StopToken stop);
 
-  // What a tensor shares under the spec of that index.
+  // The scale that a tensor shares under the spec of that index.
   // Errors: those of v1::TiedTensors that concern all tensors of a group, those
   // of RevisionStatistics::Load and StoredCalibrator::Resolve, MEMORY_BUDGET,
   // all at the name of a tensor in `ties`; those of StoredCalibrator::Calibrate
@@ -87,10 +87,10 @@ class TiedStatistics {
     bool with_histograms = false;
     core::StatisticsState state;
     absl::Status status;
-    // Of them.
+    // Number of tensors that were taken in.
     int taken_in = 0;
   };
-  // What a group shares under one spec.
+  // The result that a group shares under one spec.
   struct Shared {
     absl::Status status;
     TiedScale scale;
@@ -122,7 +122,7 @@ class TiedStatistics {
 
   Group* FindGroup(absl::string_view tensor);
   std::string FieldOf(const Group& group) const;
-  // Of a tensor of it.
+  // The field of one of its tensors.
   std::string FieldOf(const Group& group, int index) const;
   void TakeInUnder(const core::EncodingSpec& spec, ScaleTransport transport,
                    const StoredStatistics& stored, core::StopToken stop,
@@ -138,7 +138,7 @@ class TiedStatistics {
   std::vector<Group> groups_;
   // By names in the request.
   absl::flat_hash_map<absl::string_view, Member> members_;
-  // What both take.
+  // Lease of groups_ and members_.
   MemoryBudget::Lease lease_;
 };
 

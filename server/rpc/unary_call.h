@@ -17,13 +17,13 @@
 
 namespace quantd::server {
 
-// What the body of a unary call works with.
+// Arguments of the body of a unary call.
 struct UnaryContext {
   const RpcEnvironment& env;
   const Caller& caller;
-  // Whether the answer is of no use any more.
+  // Stopped when the answer is of no use any more.
   core::StopToken stop;
-  // What the body takes, its answer included, until that is in bytes.
+  // Memory of the body, its answer included, until that is in bytes.
   MemoryBudget::Lease* lease;
 };
 
@@ -67,7 +67,7 @@ class UnaryCall final : public EncodingCall {
   const StepKind kind_;
   const Body body_;
   Request request_;
-  // What response_ takes, until that is in bytes.
+  // Memory of response_, until that is in bytes.
   MemoryBudget::Lease lease_;
   Response response_;
 };
