@@ -1,4 +1,4 @@
-// What ranges of a block lose by entropy.h, many at a time: the contract of the
+// Losses of many ranges of a block at a time, by entropy.h: the contract of the
 // kernels in block_entropy.cc. LinearBins in entropy.cc is their scalar
 // definition.
 
@@ -11,8 +11,8 @@
 
 namespace quantd::core {
 
-// The bins of a block: bin t has what lies from low + t * width / bins on. What
-// lies beyond either end is in the bin there.
+// The bins of a block: bin t holds elements from low + t * width / bins on. The
+// outermost bins also hold the elements beyond them.
 struct BinGrid {
   bool of_magnitudes;
   double low;
@@ -43,19 +43,19 @@ struct BinGrid {
   }
 };
 
-// The bins that elements lie in; that of zeros is `bins`.
+// Finds the bins of elements; zeros get the bin `bins`.
 // `x`    [count] finite. T is float or double.
 // `bin`  [count].
 template <typename T>
 void FindBins(const BinGrid& grid, const T* x, int64_t count, int32_t* bin);
 
-// Where a range is cut into levels: all but the last end before the bin of
+// Cuts of a range into levels: all levels but the last end before the bin of
 // index
 //
 //   ceil(end * size / divisor - offset)
 //
-// of a range of `size` bins, or where that is not within the range, at its end.
-// The last ends with the range.
+// of a range of `size` bins, or at the end of the range where that lies outside
+// it. The last level ends with the range.
 struct LevelCuts {
   std::vector<double> end;
   double divisor;
@@ -66,8 +66,8 @@ struct LevelCuts {
 constexpr int64_t kRangeLanes = 8;
 
 struct BlockRanges {
-  // [bins + 1] what lies in the bins before: the count of elements and, from
-  // bit 16 on, how many of the bins have some.
+  // [bins + 1] totals of the bins before: the count of elements and, from bit
+  // 16 on, the number of bins with elements.
   const uint32_t* before;
   int64_t bins;
   // [bins with elements + 1] sums of n log n over those before, n elements in
@@ -84,8 +84,8 @@ struct BlockRanges {
   double* divergence;
 };
 
-// Makes `room` that large, whatever is in it. It holds no more than the largest
-// size needs, at any time.
+// Resizes `room`; its contents are lost. It never holds more than the largest
+// size needs.
 template <typename T>
 void MakeRoom(size_t size, std::vector<T>* room) {
   if (room->capacity() < size) {
@@ -95,7 +95,7 @@ void MakeRoom(size_t size, std::vector<T>* room) {
   room->resize(size);
 }
 
-// What a search of a block is made with, used again from block to block.
+// Arrays of the search of a block, used again from block to block.
 struct EntropyRoom {
   std::vector<int32_t> bin;
   std::vector<uint16_t> in_bin;
@@ -107,17 +107,18 @@ struct EntropyRoom {
   std::vector<double> divergence;
 };
 
-// What a search holds of each element, at most: in EntropyRoom its bin and a
-// sum; where kernels do not take a block, 16 bytes in LinearBins.
+// Most bytes that a search holds per element: in EntropyRoom its bin and a sum;
+// where kernels do not take a block, 16 bytes in LinearBins.
 constexpr int64_t kEntropyElementBytes = sizeof(int32_t) + sizeof(double) + 16;
 
-// Elements of a block that FindDivergences takes, at most.
+// Most elements of a block that FindDivergences takes.
 constexpr int64_t kMostDivergenceElements = 65535;
 
-// Requires: no more elements than those, and some; no more than 32,767 bins
-// with elements; AreDivergencesVectorized(). The same bits on every machine.
+// Requires: 1 to kMostDivergenceElements elements; no more than 32,767 bins
+// with elements; AreDivergencesVectorized(). Gives the same bits on every
+// machine.
 void FindDivergences(const LevelCuts& cuts, const BlockRanges& ranges);
-// Whether there are kernels for this machine, and they are to be used.
+// True if this machine has kernels, and they are to be used.
 bool AreDivergencesVectorized();
 
 }  // namespace quantd::core

@@ -79,7 +79,7 @@ class IntegerRounder {
   const hn::Vec<D> high_;
 };
 
-// Of magnitudes.
+// Rounds magnitudes.
 template <class D>
 class MirroredRounder {
  public:
@@ -99,7 +99,7 @@ class MirroredRounder {
   const hn::Vec<D> high_;
 };
 
-// Of magnitudes.
+// Rounds magnitudes.
 template <class D>
 class FloatRounder {
  public:
@@ -202,7 +202,8 @@ class LeastError {
       : error_(hn::Set(d, std::numeric_limits<double>::infinity())),
         index_(hn::Zero(d)) {}
 
-  // Of those from the k-th on. Later ones come later.
+  // Adds the errors of the trials from the k-th on. Calls come in the order of
+  // the trials.
   HWY_INLINE void Add(D d, hn::Vec<D> error, int64_t k) {
     const auto is_less = hn::Lt(error, error_);
     error_ = hn::IfThenElse(is_less, error, error_);

@@ -1,4 +1,4 @@
-// What quantizing the elements of a block costs under many scales: the contract
+// Costs of quantizing the elements of a block under many scales: the contract
 // of the kernels in block_errors.cc, and their scalar definition.
 
 #ifndef QUANTD_CORE_CALIBRATE_BLOCK_ERRORS_H_
@@ -14,7 +14,7 @@
 
 namespace quantd::core {
 
-// What quotients x / scale are rounded to. Immutable, thread-safe.
+// The numbers that quotients x / scale are rounded to. Immutable, thread-safe.
 struct BlockGrid {
   // `has_zero_points`  integers lie about a zero point.
   // Requires: a valid format, qmin and qmax, and codebook.
@@ -71,7 +71,7 @@ struct BlockEnds {
   // x > high.
   T* below;
   T* above;
-  // As that of trials.
+  // [elements] weights, as in BlockTrials.
   const T* weight = nullptr;
 };
 

@@ -100,8 +100,8 @@ int64_t QuantizeGroups(const GroupRange& range, GroupCounts* counts) {
 
 #else
 
-// What the elements of a group are quantized with, in all lanes or in the lane
-// of the group.
+// Numbers that the elements of a group are quantized with, in all lanes or in
+// the lane of the group.
 template <class D>
 struct Divisor {
   HWY_INLINE Divisor() {}
@@ -270,7 +270,8 @@ HWY_INLINE void QuantizeVectors(const GroupRange& range,
     }
     return code;
   };
-  // What comes next but one: between groups the processor's own guesses rest.
+  // Fetches the data after the next: between groups the processor's own
+  // prefetching rests.
   constexpr int64_t kAheadBytes = 4096;
   constexpr int64_t kLineBytes = 64;
   const auto fetch = [&]() HWY_ATTR {
@@ -280,7 +281,7 @@ HWY_INLINE void QuantizeVectors(const GroupRange& range,
     }
   };
   const int64_t vectors = range.group / lanes;
-  // Of the next vector.
+  // Position of the next vector.
   int64_t group = 0, vector = 0;
   const auto next = [&]() HWY_ATTR {
     const auto code = quantize(group, in);
@@ -318,7 +319,7 @@ HWY_INLINE void QuantizeVectors(const GroupRange& range,
       }
     }
   } else {
-    // As many vectors as a group has elements: a multiple of four.
+    // As many vectors as a group has elements, a multiple of four, remain.
     while (group < lanes) {
       const auto v0 = next();
       const auto v1 = next();
@@ -432,7 +433,8 @@ int64_t RoundUp(int64_t count, int64_t unit) {
   return (count + unit - 1) / unit * unit;
 }
 
-// As many scales as blocks of a row in all rows: none has elements of two.
+// True if the tensor has as many scales as its rows have blocks: then no block
+// has elements of two rows.
 bool HasRowBlocks(const BlockLayout& layout) {
   const int64_t rows = layout.element_count() / layout.row_size();
   const int64_t row_blocks =
@@ -622,7 +624,7 @@ void BlockQuantizer::AddTask(int64_t first, int64_t count, const uint8_t* in,
     outcome->counts.clipped_high += counts.clipped_high;
     outcome->degenerate_count += counts.degenerate;
     i += done * block;
-    // What stopped it.
+    // Handles the group that stopped the kernel.
     if (end - i < lanes * block) break;
     AddTile(i, lanes * block, in_at(i), out_at(i), outcome);
     i += lanes * block;

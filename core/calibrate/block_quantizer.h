@@ -32,7 +32,7 @@ namespace quantd::core {
 // range only. Not thread-safe.
 class BlockQuantizer {
  public:
-  // Whether it takes the spec:
+  // True if this class can quantize under the spec:
   // - The method is any but the moving average. If it needs more than extremes,
   //   blocks are searched directly. Long blocks are searched within
   //   milliseconds: each, and all of a granule.
@@ -71,27 +71,27 @@ class BlockQuantizer {
                    uint8_t* out, ThreadPool* pool,
                    StopToken stop = StopToken());
 
-  // The encoding with all its outer scales, and with those scales only that the
-  // latest range has.
+  // The encoding with all its outer scales, and the scales of the latest range
+  // only.
   const Encoding& encoding() const { return encoding_; }
-  // Index of the first of those.
+  // Index of the first of these scales.
   int64_t first_scale() const { return layout_.first_scale(); }
   // Each scale has a zero point.
   bool has_zero_points() const { return !scaler_.is_symmetric(); }
 
-  // Of what was added.
+  // Counts of all ranges that were added.
   const QuantizeCounts& counts() const { return outcome_.counts; }
   int64_t degenerate_count() const { return outcome_.degenerate_count; }
 
  private:
-  // What a task finds, and the first that fails.
+  // Results of a task, and its first failures.
   struct Outcome {
     QuantizeCounts counts;
     int64_t degenerate_count = 0;
-    // Scale index of the first scale that there is none of.
+    // Index of the first scale that could not be found.
     int64_t failed_scale = -1;
     absl::Status scale_error;
-    // Element of the first range with one that is refused.
+    // First element of the first range with a refused element.
     int64_t refused_first = -1;
     absl::Status refusal;
 
@@ -103,53 +103,54 @@ class BlockQuantizer {
                  NanPolicy nan_policy, std::vector<float> outer_maximum,
                  const Importance* importance);
 
-  // What is known of a block before its scale is found.
+  // Facts about a block before its scale is found.
   struct Block {
     Extremes extremes = kNoExtremes;
     bool has_non_finite = false;
   };
 
-  // Of blocks of elements that follow each other.
+  // Adds blocks whose elements follow each other.
   void AddTask(int64_t first, int64_t count, const uint8_t* in, uint8_t* out,
                Outcome* outcome);
-  // In two steps, both while the elements are in the cache.
+  // Works in two steps, both while the elements are in the cache.
   void AddTile(int64_t first, int64_t count, const uint8_t* in, uint8_t* out,
                Outcome* outcome);
-  // Of blocks that have elements of several rows.
+  // Adds blocks that have elements of several rows.
   void AddBands(int64_t first, int64_t count, const uint8_t* in, uint8_t* out,
                 ThreadPool* pool, Outcome* outcome);
-  // Finds and sets the index-th scale of the range. `elements`  of the block,
-  // where the method looks at them.
+  // Finds and sets the index-th scale of the range.
+  // `elements`  of the block, where the method looks at them.
   void FindScale(int64_t index, const Block& block, BlockElements* elements,
                  Outcome* outcome);
-  // The same for blocks that follow each other, where the magnitudes of their
-  // elements give E4M3 scales.
+  // Sets the scales of blocks that follow each other, where the magnitudes of
+  // their elements give E4M3 scales.
   void FindE4m3Scales(int64_t index, absl::Span<const Block> blocks,
                       Outcome* outcome);
-  // The same where the least and the greatest element give scales that have no
-  // outer one. Small blocks have many scales: this is a loop without searches.
+  // Sets the scales of blocks whose least and greatest element give scales
+  // without an outer one. Small blocks have many scales: this is a loop without
+  // searches.
   void FindMinMaxScales(int64_t index, absl::Span<const Block> blocks,
                         Outcome* outcome);
   absl::StatusOr<BlockScale> ScaleOf(int64_t index, const Block& block,
                                      BlockElements* elements,
                                      Outcome* outcome) const;
   void SetScale(int64_t index, const BlockScale& scale);
-  // Or tells that there is none.
+  // Sets the scale, or records that there is none.
   void SetScaleOr(int64_t index, const absl::StatusOr<BlockScale>& scale,
                   Outcome* outcome);
-  // Adds what the statistics of a part found of blocks, of which the first is
-  // that of scale index `first` of the range.
+  // Adds the statistics of a part to its blocks; the first block has the scale
+  // index `first` of the range.
   void Collect(const PartialStatistics& partial, int64_t first,
                absl::Span<Block> blocks) const;
 
   const BlockLayout& whole_layout_;
-  // Of scales as elements; only with outer scales.
+  // Layout of the scales as elements; only with outer scales.
   const BlockLayout outer_layout_;
   const std::vector<float> outer_maximum_;
   const Importance* const importance_;
   const ElementType type_;
   const NanPolicy nan_policy_;
-  // All three of the latest range.
+  // These three belong to the latest range.
   BlockLayout layout_;
   Encoding encoding_;
   StopToken stop_;

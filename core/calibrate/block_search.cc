@@ -29,7 +29,8 @@ namespace {
 // Steps between the two neighbours of the best range, for each end.
 constexpr int kFineSteps = 16;
 constexpr int kFineStepsOfTwoEnds = 16;
-// Of many elements, steps to either side of the best of those, for each end.
+// Steps for many elements to either side of the best of the fine steps, for
+// each end.
 constexpr int kFinerSteps = 4;
 constexpr double kFinerStep = 2.0 / kFineStepsOfTwoEnds / (kFinerSteps + 1);
 // Ranges that are tried before all others where both ends move.
@@ -40,7 +41,7 @@ constexpr int64_t kSamples = kTrialLanes;
 constexpr int kSampleParts = 128;
 constexpr int kSampleAt[kSamples] = {128, 120, 112, 106, 100, 95, 90, 85,
                                      80,  75,  70,  64,  54,  40, 26, 12};
-// Those of two ends that are tried at once, at least.
+// Least number of ranges with two moving ends that are tried at once.
 constexpr int64_t kTrialsAtOnce = 64;
 // Errors are sums in float32.
 constexpr double kSlack = 1 - 0x1p-10;
@@ -56,7 +57,7 @@ constexpr int kMostFloatBits = 8;
 
 // Ends of a block that are kept in order while its elements pass by.
 constexpr size_t kMostSelected = 16;
-// Of more elements those near a rank are selected first.
+// Blocks of more elements first select those near a rank.
 constexpr size_t kMostSorted = 1024;
 
 using TwoRanks = std::pair<double, double>;
@@ -192,16 +193,16 @@ int64_t BlockElements::MemoryBytes(const EncodingSpec& spec,
     return spec.method == method ||
            (is_best_of && absl::c_linear_search(spec.methods, method));
   };
-  // Of float64, which take the most: as they came, and as they are kept.
+  // Float64 elements take the most: the input, and the kept elements.
   int64_t per_element = 2 * sizeof(double);
-  // What errors are measured of.
+  // Copy of the elements that errors are measured on.
   if (is_best_of || uses(CalibrationMethod::kMse) ||
       uses(CalibrationMethod::kSqnr)) {
     per_element += sizeof(double);
   }
-  // As they are copied, as they are kept, and as errors are weighed by them.
+  // Weights three times: copied, kept, and as errors are weighed by them.
   if (has_importance) per_element += 3 * sizeof(double);
-  // In order.
+  // Sorted copy.
   if (uses(CalibrationMethod::kPercentile)) per_element += sizeof(double);
   if (uses(CalibrationMethod::kEntropy)) per_element += kEntropyElementBytes;
   return std::min(largest_block, kMaxDirectElements) * per_element;
@@ -368,11 +369,12 @@ class BlockSearch::Run {
   struct Best {
     Range range;
     double error;
-    // Of equally good ranges that with the least wins.
+    // Breaks ties: the range with the least order wins.
     double order;
   };
 
-  // Room for as many trials, in whole vectors, which it gives.
+  // Makes room for at least `count` trials, in whole vectors. Returns that
+  // number.
   int64_t Reserve(int64_t count) {
     const int64_t padded =
         (count + kTrialLanes - 1) / kTrialLanes * kTrialLanes;
@@ -385,7 +387,7 @@ class BlockSearch::Run {
     return padded;
   }
 
-  // Of the ranges that were tried.
+  // Least error of the ranges that were tried.
   double least() const {
     return has_best_ ? best_.error : std::numeric_limits<double>::infinity();
   }
@@ -444,12 +446,12 @@ class BlockSearch::Run {
     JudgeFractions(fine, kFineSteps - 1);
   }
 
-  // Errors of many elements hardly jump from range to range: it pays to look
-  // closer once more, as far as histograms are searched.
+  // Errors of many elements hardly jump from range to range: one closer look
+  // pays, as far as histograms are searched.
   bool is_long() const { return all_.count() > kErrorPiece; }
 
-  // What lies below a lowest number above zero, or above a highest one below
-  // zero, is clipped less where the scale is smaller.
+  // A smaller scale clips less of the elements that lie below a lowest number
+  // above zero, or above a highest one below zero.
   bool EndsEncloseZero() const {
     if (!grid_.codebook.has_value()) return true;
     const CodebookGrid& codebook = *grid_.codebook;
@@ -506,7 +508,8 @@ class BlockSearch::Run {
     JudgeScales(fractions, count, /*needs_clipped=*/false);
   }
 
-  // The same, and leaves the scale of each and what it clips.
+  // Like JudgeFractions, but keeps the scale of each fraction and its clipped
+  // error.
   void JudgeSamples(const double* fractions, int64_t count,
                     bool needs_clipped) {
     if (stop_.stopped()) return;
@@ -515,8 +518,8 @@ class BlockSearch::Run {
     JudgeScales(fractions, count, needs_clipped);
   }
 
-  // Scales that are rounded coarsely repeat themselves: of each the first
-  // fraction stays.
+  // Scales that are rounded coarsely repeat: the first fraction of each scale
+  // stays.
   int64_t KeepDifferentScales(const double* fractions, int64_t count) {
     T* const scales = room_.scale.data();
     std::vector<double>& different = all_.way_.different;
@@ -540,18 +543,18 @@ class BlockSearch::Run {
         grid_, room_.elements.data(), all_.count(),
         {padded, scales, nullptr, nullptr, gamma_, room_.errors.data(),
          needs_clipped ? room_.clipped.data() : nullptr, least(), weights_});
-    // Where all are beyond float64, the first is as good as any.
+    // If all are beyond float64, the first is as good as any.
     while (scales[best] == 0) {
       if (++best == count) return;
     }
     const double fraction = fractions[best];
-    // Of equally good ones the widest.
+    // The widest wins ties.
     Take({whole_.low * fraction, whole_.high * fraction}, room_.errors[best],
          -fraction);
   }
 
-  // The scales of fractions of whole_; 0, which no scale is, where there is
-  // none.
+  // Sets the scales of fractions of whole_; 0, which is no scale, where none
+  // exists.
   void SetScales(const double* fractions, int64_t count, T* scales) {
     const double unit = scaler_.Magnitude(whole_) / scaler_.largest();
     if (outer_ == 0 && scaler_.has_plain_scales() && unit < kMostFloat) {
@@ -570,11 +573,11 @@ class BlockSearch::Run {
     }
   }
 
-  // What is clipped below rises as the lower end comes nearer, whatever the
-  // upper end is, and the other way round: where both parts alone are more than
-  // the least error, a range need not be tried.
+  // The error of elements clipped below rises as the lower end comes nearer,
+  // for any upper end, and the other way round: if both parts alone exceed the
+  // least error, the range need not be tried.
   void SearchTwoEnds(int count) {
-    // Where ranges start. An end where the range starts stays there.
+    // Ranges start here. An end that lies at the start stays there.
     const bool contains_zero = whole_.low <= 0 && whole_.high >= 0;
     const double from =
         contains_zero ? 0 : std::clamp(Mean(), whole_.low, whole_.high);
@@ -648,7 +651,7 @@ class BlockSearch::Run {
     JudgeTrials();
   }
 
-  // What certainly is clipped by a range of SearchTwoEnds.
+  // Least clipped errors of the ranges of SearchTwoEnds.
   class Bounds {
    public:
     Bounds() = default;
@@ -666,7 +669,7 @@ class BlockSearch::Run {
     double factor_ = 0;
   };
 
-  // Whether the scales of SearchTwoEnds are (high - low) / (qmax - qmin),
+  // True if the scales of SearchTwoEnds are (high - low) / (qmax - qmin),
   // rounded to float32 only. All ranges are at least 1 / count as wide as the
   // whole one.
   bool ScalesAreExact(int count) const {
@@ -747,13 +750,13 @@ class BlockSearch::Run {
         {(count + kTrialLanes - 1) / kTrialLanes * kTrialLanes,
          room_.scale.data(), room_.low.data(), room_.high.data(), gamma_,
          room_.errors.data(), nullptr, least(), weights_});
-    // Where all are beyond float64, the first is as good as any.
+    // If all are beyond float64, the first is as good as any.
     Take({trials_.low[best], trials_.high[best]}, room_.errors[best],
          trials_.order[best]);
   }
 
-  // Sets the scales of the trials, and what their zero points make of qmin and
-  // qmax. Takes trials away that have none, or that of the trial before.
+  // Sets the scales of the trials, and qmin and qmax under their zero points.
+  // Removes trials that have no scale, or that of the trial before.
   void SetZeroPoints() {
     const int64_t count = trials_.count;
     double* const low = trials_.low.data();

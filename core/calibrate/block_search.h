@@ -1,7 +1,7 @@
 // Ranges of blocks, from the elements themselves.
 //
-// What it costs to quantize the elements is measured for each range that is
-// tried. Histograms are for blocks of more elements, and for statistics.
+// The search measures the cost of quantizing the elements for each range that
+// it tries. Histograms are for blocks of more elements, and for statistics.
 
 #ifndef QUANTD_CORE_CALIBRATE_BLOCK_SEARCH_H_
 #define QUANTD_CORE_CALIBRATE_BLOCK_SEARCH_H_
@@ -24,8 +24,8 @@
 
 namespace quantd::core {
 
-// The most elements of a block that is searched directly, under any spec; and
-// as many as are under every spec.
+// The most elements of a block that is searched directly under any spec; and
+// the most that are under every spec.
 constexpr int64_t kMaxDirectElements = int64_t{1} << 16;
 constexpr int64_t kFewDirectElements = int64_t{1} << 12;
 
@@ -33,7 +33,7 @@ constexpr int64_t kFewDirectElements = int64_t{1} << 12;
 // many that its histogram would not be faster.
 int64_t MostDirectElements(const EncodingSpec& spec);
 
-// Whether the method looks at more than extremes and no block is too large to
+// True if the method looks at more than extremes and no block is too large to
 // be searched directly.
 // Requires: a valid spec, resolved for the layout's shape.
 bool IsSearchedDirectly(const EncodingSpec& spec, const BlockLayout& layout);
@@ -49,8 +49,8 @@ class BlockElements {
   //            where all weights of finite elements are 0.
   void Assign(ElementType type, const uint8_t* in, int64_t count,
               const double* weights = nullptr);
-  // Those of one scale index, of a layout without larger blocks than
-  // kMaxDirectElements.
+  // Assigns the elements of one scale index, of a layout without larger blocks
+  // than kMaxDirectElements.
   // `layout`      that of `held`.
   // `importance`  may be null.
   void Assign(const HeldTensor& held, const BlockLayout& layout,
@@ -64,46 +64,46 @@ class BlockElements {
   int64_t count() const { return count_; }
   // Float64 elements are kept as such, all others as float32.
   bool is_double() const { return is_double_; }
-  // [count], in order; of the two the one that is kept.
+  // [count], in order; only the array of the kept type is valid.
   const float* floats() const { return floats_.data(); }
   const double* doubles() const { return doubles_.data(); }
   double at(int64_t i) const { return is_double_ ? doubles_[i] : floats_[i]; }
-  // The largest magnitude; 0 where there are none.
+  // The largest magnitude; 0 without elements.
   double abs_max() const { return abs_max_; }
   EntropyRoom& entropy_room() { return entropy_room_; }
 
  private:
   friend class BlockSearch;
 
-  // What a search is made with, in either type.
+  // Arrays of a search, in either type.
   template <typename T>
   struct Room {
     std::vector<T> elements;
     std::vector<T> weights;
-    // Of trials.
+    // Scales and ends of trials, and their results.
     std::vector<T> scale;
     std::vector<T> low;
     std::vector<T> high;
     std::vector<double> errors;
     std::vector<double> clipped;
-    // Of ends.
+    // Errors below low ends and above high ends.
     std::vector<T> below;
     std::vector<T> above;
   };
   // The fractions of a range that are tried, descending.
   struct Way {
     int steps = 0;
-    // Of the ranges that are wider than the whole one.
+    // Ranges that are wider than the whole one.
     double widest = 0;
     int coarse_steps = 0;
     std::vector<double> beyond;
-    // Those that are tried before all others; of the others there are
-    // before[i] above samples[i].
+    // Fractions that are tried before all others; before[i] of the others lie
+    // above samples[i].
     std::vector<double> samples;
     std::vector<double> between;
     std::vector<int64_t> before;
     std::vector<double> tried;
-    // Those of different scales.
+    // Fractions with different scales.
     std::vector<double> different;
   };
   // Ranges of two ends that are tried.
@@ -151,9 +151,9 @@ class BlockSearch {
   BlockSearch(const EncodingSpec& spec, const Encoding& encoding,
               const RangeScaler& scaler);
 
-  // What a range is judged by: the squared error of the elements' codes under
-  // the scale as it is stored, where clipped elements count `gamma` times. The
-  // unit of weighed errors depends on the weights of the block.
+  // The cost of a range: the squared error of the elements' codes under the
+  // scale as it is stored, where clipped elements count `gamma` times. The unit
+  // of weighed errors depends on the weights of the block.
   // `outer`  as for RangeScaler::Scale.
   // Errors: those of RangeScaler::Scale.
   absl::StatusOr<double> Error(int64_t index, float outer, const Range& range,

@@ -53,7 +53,7 @@ class FirstError {
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
 };
 
-// Whether the codes are to be unsigned.
+// True if the codes are to be unsigned.
 bool TurnsUnsigned(const EncodingSpec& spec,
                    const TensorStatistics& statistics) {
   const Extremes overall = statistics.overall();
@@ -62,7 +62,7 @@ bool TurnsUnsigned(const EncodingSpec& spec,
          statistics.counts().negative_infinity == 0;
 }
 
-// That of a scale index without anything but zeros.
+// Range of a scale index with zeros only.
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr Range kNoRange = {kNan, kNan};
 bool IsNone(const Range& range) {
@@ -171,7 +171,8 @@ class Calibrator {
     if (scaler_.has_outer_scales()) ranges_.reset(new Range[count]);
   }
 
-  // Of all scale indices, under the outer scales if they are known.
+  // Finds the scales of all scale indices, under the outer scales if these are
+  // known.
   absl::Status FindScales() {
     // Large batches where there are many: their scales are next to each other.
     constexpr int64_t kBatches = 64;

@@ -28,12 +28,13 @@ struct Calibration {
   Encoding encoding;
   // Over the whole tensor; only with histograms in the statistics.
   absl::optional<Prediction> prediction;
-  // Of the histograms that the ranges come from; 0 where they come from none.
+  // Mantissa bits of the histograms that the ranges come from; 0 without
+  // histograms.
   int mantissa_bits = 0;
 };
 
-// What Calibrate begins with: the format, its codes and how scales are stored,
-// but no scales.
+// The encoding that Calibrate begins with: the format, its codes and how scales
+// are stored, but no scales.
 // `is_unsigned`  the data allow what spec.unsigned_if_non_negative asks for.
 // Requires: a valid spec, resolved for the layout's shape.
 Encoding EncodingWithoutScales(const EncodingSpec& spec,
@@ -74,7 +75,7 @@ Encoding EncodingWithoutScales(const EncodingSpec& spec,
 // outer scales they run twice, first without to find those. A percentile of
 // zero where not all elements are takes the whole range.
 //
-// The same result on every machine, for any number of threads.
+// Gives the same result on every machine, for any number of threads.
 //
 // `spec`            resolved for the layout's shape (see ResolveSpec).
 // `layout`          of the tensor with spec.block_size.

@@ -83,8 +83,8 @@ Distribution Distribution::OfMagnitudes(const Histogram& histogram,
   Extremes magnitudes = extremes;
   if (!extremes.empty()) {
     magnitudes.max = std::max(std::fabs(extremes.min), std::fabs(extremes.max));
-    // Which element is nearest to zero is not known where both signs occur:
-    // below all magnitudes, this narrows nothing down.
+    // Where both signs occur, the element nearest to zero is unknown: a value
+    // below all magnitudes narrows nothing down.
     constexpr double kUnknown = -1;
     magnitudes.min = extremes.min > 0   ? extremes.min
                      : extremes.max < 0 ? -extremes.max

@@ -25,7 +25,7 @@ struct Mass {
   // Sum of (x - mean)^2, and its mean.
   double spread;
   double variance;
-  // Of the uniform density with that mean and variance, from its middle.
+  // Half width of the uniform density with that mean and variance.
   double half_width;
 };
 
@@ -50,7 +50,7 @@ class Distribution {
   // Elements of `histogram`, whose extremes narrow down the outermost bins.
   Distribution(const Histogram& histogram, const Extremes& extremes);
 
-  // That of |x|.
+  // The distribution of |x|.
   static Distribution OfMagnitudes(const Histogram& histogram,
                                    const Extremes& extremes);
 
@@ -97,7 +97,7 @@ class Distribution {
   void AddSums();
 
   std::vector<Mass> masses_;
-  // Of each mass, by itself: what FirstAbove looks at.
+  // [masses] the high of each mass, packed for FirstAbove.
   std::vector<double> high_;
   std::vector<uint64_t> rank_ = {0};
   // [masses + 1] running from zero outwards, so that sums of small elements are

@@ -23,7 +23,7 @@ namespace {
 
 constexpr int kMinSearchSteps = 2;
 constexpr int kMaxSearchSteps = 2048;
-// Of both ends by themselves: the work grows with the square.
+// Limit where both ends move by themselves: the work grows with the square.
 constexpr int kMaxSearchStepsOfTwoEnds = 128;
 constexpr int kMaxEntropyBins = 16384;
 
@@ -137,7 +137,7 @@ absl::Status CheckBlockSize(absl::string_view field,
   return absl::OkStatus();
 }
 
-// That outer blocks are made of whole blocks.
+// Checks that outer blocks are made of whole blocks.
 absl::Status CheckOuterBlockSize(absl::Span<const int64_t> outer,
                                  absl::Span<const int64_t> inner) {
   if (outer.empty() || inner.empty()) return absl::OkStatus();
@@ -242,7 +242,7 @@ absl::Status MethodErrorAt(absl::string_view field, absl::string_view what) {
   return WithField(MethodInvalidError(what), field);
 }
 
-// Whether the method tries ranges and compares their errors.
+// True if the method tries ranges and compares their errors.
 bool Searches(const EncodingSpec& spec) {
   return NeedsHistograms(spec) && spec.method != CalibrationMethod::kPercentile;
 }
@@ -279,7 +279,7 @@ absl::Status CheckMethods(const EncodingSpec& spec) {
   return absl::OkStatus();
 }
 
-// Of fixed ranges for each scale.
+// Checks the fixed ranges for each scale.
 absl::Status CheckScaleRanges(const EncodingSpec& spec, bool has_fixed_range) {
   constexpr absl::string_view kField = "scale_range_min";
   if (!has_fixed_range) {
@@ -308,7 +308,7 @@ absl::Status CheckScaleRanges(const EncodingSpec& spec, bool has_fixed_range) {
   return absl::OkStatus();
 }
 
-// That there is a fixed range for each scale, or one for all.
+// Checks that there is a fixed range for each scale, or one for all.
 // Requires: a block size that fits the shape.
 absl::Status CheckScaleRangeCount(const EncodingSpec& resolved,
                                   absl::Span<const int64_t> shape) {
@@ -448,7 +448,7 @@ double WidestRange(const EncodingSpec& spec) {
     // The levels repeat themselves from one power of two to the next.
     case CodeKind::kFloat:
       return 2;
-    // As measured with NF4 in groups of 16: more brings .03 dB at most.
+    // Measured with NF4 in groups of 16: more brings .03 dB at most.
     case CodeKind::kCodebook:
       return 1.5;
   }

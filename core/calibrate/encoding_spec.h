@@ -96,7 +96,7 @@ struct EncodingSpec {
   std::vector<CalibrationMethod> methods;
   Objective objective = Objective::kDefault;
   bool no_saturation = false;
-  // Of the histograms that ranges come from; 0 for the default.
+  // Mantissa bits of the histograms that ranges come from; 0 for the default.
   int mantissa_bits = 0;
   bool real_zero_point = false;
   // [scale count] or empty: range_min and range_max of each scale.
@@ -120,7 +120,7 @@ struct EncodingSpec {
 //                       int32 or with real zero points
 absl::Status ValidateSpec(const EncodingSpec& spec);
 
-// What the spec asks for, with every default filled in.
+// The spec's choice, with defaults filled in.
 Symmetry EffectiveSymmetry(const EncodingSpec& spec);
 ScaleType EffectiveScaleType(const EncodingSpec& spec);
 
@@ -144,7 +144,7 @@ absl::StatusOr<EncodingSpec> ResolveSpec(const EncodingSpec& spec,
 absl::StatusOr<std::vector<int64_t>> ResolveGranularity(
     const Granularity& granularity, absl::Span<const int64_t> shape);
 
-// Whether calibrating needs histograms: all methods but min-max, fixed range
+// True if calibrating needs histograms: all methods but min-max, fixed range
 // and moving average.
 bool NeedsHistograms(const EncodingSpec& spec);
 

@@ -24,13 +24,13 @@ namespace {
 
 constexpr int64_t kDefaultBins = 2048;
 
-// Those of ranges that are tried at once, if there are no more levels.
+// Most levels of ranges that are all tried at once.
 constexpr int64_t kMostLevelsAtOnce = 256;
 
 // PortableLog(n / 2) for n up to twice the counts of blocks.
 class HalfLogs {
  public:
-  // Of blocks with up to so many elements.
+  // The table for blocks with up to so many elements.
   static const HalfLogs& For(int64_t elements) {
     static const HalfLogs& few = *new HalfLogs(kFewDirectElements);
     if (elements <= kFewDirectElements) return few;
@@ -68,7 +68,7 @@ double LogOf(double x) { return HalfLogs::OfFew().Of(x); }
 
 double XLogX(double x) { return x > 0 ? x * LogOf(x) : 0; }
 
-// Where the levels of a range of `size` bins end: level l has the bins before
+// Ends of the levels of a range of `size` bins: level l has the bins before
 // End(l) that no level before it has.
 class LevelEnds {
  public:
@@ -102,7 +102,7 @@ class LevelEnds {
   const EntropyLevels& levels_;
   const int64_t size_;
   const int64_t last_;
-  // Of a count that is a power of two; otherwise -1.
+  // Logarithm of a count that is a power of two; otherwise -1.
   int shift_ = -1;
 };
 
@@ -266,8 +266,8 @@ class TriedRanges {
       : levels_(levels),
         whole_(whole),
         steps_(steps == 0 ? kDefaultSteps : steps),
-        // What is split into bins: grids of floats and codebooks are laid about
-        // zero.
+        // The range that is split into bins: grids of floats and codebooks are
+        // laid about zero.
         span_(levels.of_magnitudes ? Range{0, whole.abs_max()}
               : levels.count == 0  ? Range{-whole.abs_max(), whole.abs_max()}
                                    : whole),
@@ -345,7 +345,7 @@ LevelCuts CutsOf(const EntropyLevels& levels) {
   return cuts;
 }
 
-// The same as SearchBins, with all ranges at once.
+// Does the same as SearchBins, with all ranges at once.
 Range SearchAtOnce(BlockElements* elements, const EntropyLevels& levels,
                    const TriedRanges& ranges) {
   EntropyRoom& room = elements->entropy_room();
@@ -442,7 +442,7 @@ absl::StatusOr<Range> SearchEntropy(const Histogram& histogram,
   return SearchBins(
       [&](LinearBins* bins) {
         histogram.ForEachBin([&](uint32_t key, const HistogramBin& bin) {
-          // What all elements of the bin are when they are cut.
+          // Cutting takes all elements of the bin to its base.
           bins->Add(HistogramBinEdges(key, histogram.mantissa_bits()).base,
                     static_cast<double>(bin.count));
         });
@@ -455,7 +455,7 @@ absl::StatusOr<Range> SearchEntropy(BlockElements* elements,
                                     const Range& whole, int steps,
                                     int bin_count, StopToken stop) {
   const TriedRanges ranges(levels, whole, steps, bin_count);
-  // Of many levels most have no elements, and LinearBins passes over those.
+  // Most of many levels have no elements, and LinearBins passes over those.
   constexpr int64_t kFewLevels = 32;
   if (AreDivergencesVectorized() &&
       elements->count() <= kMostDivergenceElements &&

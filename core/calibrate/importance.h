@@ -38,7 +38,7 @@ class Importance {
 
   // The weights of elements [first, first + count) of the tensor, in order.
   void Copy(int64_t first, int64_t count, double* out) const;
-  // Those of one scale index.
+  // Copies the weights of one scale index.
   // `layout`  of the tensor.
   // `out`     has room for layout.largest_block().
   void CopyBlock(const BlockLayout& layout, int64_t scale_index,

@@ -38,7 +38,8 @@ bool HasAtLeast(const PrecisionOption& option, double min_sqnr_db) {
   if (!(noise <= std::numeric_limits<double>::max())) return false;
   if (noise < std::numeric_limits<double>::min()) return true;
   constexpr double kLn10 = 2.302585092994046;
-  // Of the logarithms, so that a round figure of decibels is met by its noise.
+  // Tolerance of the logarithms: the noise of a round number of decibels meets
+  // it.
   constexpr double kRounding = 1e-12;
   return PortableLog(noise) <= -min_sqnr_db * kLn10 / 10 + kRounding;
 }
@@ -181,7 +182,7 @@ struct Step {
   }
 };
 
-// What an option of a tensor would save.
+// Noise that an option of a tensor would save.
 struct Saving {
   double noise;
   size_t tensor;
@@ -251,7 +252,7 @@ absl::Status TakeSteps(absl::Span<const TensorOptions> tensors,
 absl::Status Fill(absl::Span<const TensorOptions> tensors, StopToken stop,
                   BudgetedChoice* choice) {
   auto savings = QueueOf<Saving>(tensors.size());
-  // Of the options that fit, the first of those that save most.
+  // Finds the option that saves most among those that fit; the first wins ties.
   const auto look_at = [&](size_t tensor) {
     const TensorOptions& options = tensors[tensor];
     const double noise = options[choice->options()[tensor]].noise();

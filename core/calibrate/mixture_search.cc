@@ -18,16 +18,16 @@
 namespace quantd::core {
 namespace {
 
-// Of a sum, relative to what was added.
+// Rounding error of a sum, relative to what was added.
 constexpr double kRounding = 1e-13;
 
 // An option makes at most another choice of each.
 constexpr size_t kMaxMerged = 2 * kMaxKeptChoices;
 
-// Where more options than one are in question.
+// A tensor with more than one option in question.
 struct Tensor {
   size_t tensor;
-  // What the cheapest other option costs above the base.
+  // Cost of the cheapest other option above the base.
   double cost;
   // The most that the tensors after this one may add and take away.
   absl::int128 more_bytes;
@@ -45,14 +45,14 @@ struct PartialMixture {
   absl::int128 bytes;
   double noise;
   double cost;
-  // Those of the tensors before: an index in links, or -1 for the bases.
+  // Options of the tensors before: an index in links, or -1 for the bases.
   int before;
-  // That of the last; -1 for the base.
+  // Option of the last tensor; -1 for the base.
   int option;
 };
 
-// Of lists of options that choices share: a tensor of those that are searched,
-// and what comes before it.
+// Link of a list of options that choices share: a searched tensor with its
+// option, and the link before it.
 struct Link {
   int before;
   int searched;
@@ -113,7 +113,7 @@ class Search {
     return tensors_[tensor][bases_[tensor]];
   }
 
-  // Of differences, since noise may be small beside what all bytes cost.
+  // Subtracts first, since noise may be small beside the cost of all bytes.
   double CostAboveBase(size_t tensor, int option) const {
     const PrecisionOption& base = Base(tensor);
     const PrecisionOption& other = tensors_[tensor][option];
@@ -151,7 +151,7 @@ class Search {
     std::push_heap(searched_.begin(), searched_.end());
   }
 
-  // What the tensors after each may add and take away.
+  // Sets how much the tensors after each may add and take away.
   void SetBounds() {
     absl::int128 more = 0;
     absl::int128 less = 0;
@@ -173,7 +173,7 @@ class Search {
     }
   }
 
-  // Whether it can still come to less than what is known.
+  // True if the choice can still become cheaper than the known one.
   bool IsInQuestion(const PartialMixture& choice) const {
     const absl::int128 left = left_ - choice.bytes;
     if (left + searched_[at_].less_bytes < 0) return false;
@@ -215,7 +215,7 @@ class Search {
     KeepCheapest();
   }
 
-  // Of merged_ into tried_.
+  // Moves merged_ into tried_: of too many, the cheapest.
   void KeepCheapest() {
     if (merged_.size() <= kMaxKeptChoices) return tried_.swap(merged_);
     costs_.clear();
@@ -259,9 +259,9 @@ class Search {
   const absl::Span<const int> bases_;
   const double price_;
   const absl::int128 left_;
-  // What is known, above the noise of the bases.
+  // Noise of the best known choice above that of the bases.
   double best_noise_ = 0;
-  // What may be added to the cost of the bases.
+  // Most that a choice may add to the cost of the bases.
   double gap_ = 0;
   double rounding_ = 0;
   // A heap by cost, then in order of the search; the one under way.
@@ -269,13 +269,13 @@ class Search {
   size_t at_ = 0;
   // In order of bytes, ascending; noise descends.
   std::vector<PartialMixture> choices_;
-  // Those with the options of the tensor that were tried.
+  // Choices with the options of the tensor that were tried.
   std::vector<PartialMixture> tried_;
   std::vector<PartialMixture> merged_;
   std::vector<double> costs_;
   std::vector<Link> links_;
   bool found_ = false;
-  // As Choice::before.
+  // An index in links_ or -1, like PartialMixture::before.
   int best_ = -1;
 };
 

@@ -24,7 +24,7 @@ Interval OrderStatistic(const Distribution& distribution, uint64_t rank) {
                                 (k - 1) / (n - k + 1) * (mass.mean - mass.low));
   const double below = std::min(deviation * std::sqrt((n - k) / k),
                                 (n - k) / k * (mass.high - mass.mean));
-  // What float64 may have rounded away.
+  // Covers the rounding of float64.
   const double slack =
       0x1p-48 * std::max(std::fabs(mass.low), std::fabs(mass.high));
   return {std::max(mass.low, mass.mean - below - slack),

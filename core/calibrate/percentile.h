@@ -9,7 +9,7 @@
 
 namespace quantd::core {
 
-// Where a number certainly lies.
+// An interval that certainly holds a number.
 struct Interval {
   double low;
   double high;

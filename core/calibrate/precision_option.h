@@ -1,4 +1,4 @@
-// What a spec would do to one tensor.
+// Effects of a spec on one tensor.
 
 #ifndef QUANTD_CORE_CALIBRATE_PRECISION_OPTION_H_
 #define QUANTD_CORE_CALIBRATE_PRECISION_OPTION_H_
@@ -14,8 +14,8 @@ struct PrecisionOption {
   // sum e^2 / sum x^2.
   double noise_to_signal;
 
-  // That, but something that can be added and subtracted: what is not finite is
-  // worse than anything.
+  // noise_to_signal as a number that can be added and subtracted: a value that
+  // is not finite is worse than anything.
   double noise() const {
     constexpr double kMost = 1e200;
     return noise_to_signal < kMost ? noise_to_signal : kMost;

@@ -67,20 +67,20 @@ SquaredError Widen(const SquaredError& exact, const Distribution& distribution,
           high * high * (1 + sums)};
 }
 
-// What float32 adds to the estimate of int32, whose codes have more bits than a
-// float32. The quotient x / scale, then an integer at most half a step away,
-// times the scale is x + e, with e uniform in [-w, w] and w half a step of the
-// code: of 1, or of the spacing of float32 there. The product is rounded to the
-// spacing d of float32 at x, of which x is a multiple. So with h = w / d the
-// error is d times the nearest integer to a uniform number in [-h, h]. With K =
-// floor(h + 1/2) the mean of that integer's square is
+// Error that float32 adds to the estimate of int32, whose codes have more bits
+// than a float32. The quotient x / scale, then an integer at most half a step
+// away, times the scale is x + e, with e uniform in [-w, w] and w half a step
+// of the code: of 1, or of the spacing of float32 there. The product is rounded
+// to the spacing d of float32 at x, of which x is a multiple. So with h = w / d
+// the error is d times the nearest integer to a uniform number in [-h, h]. With
+// K = floor(h + 1/2) the mean of that integer's square is
 //
 //   (2 sum_{k < K} k^2 + 2 K^2 (h - K + 1/2)) / 2h
 //
 // where k counts the integers whose neighbourhoods of 1/2 lie within [-h, h].
-// That rounding errors are uniform and independent is Widrow's model
-// (Widrow and Kollar, Quantization Noise, 2008, chapter 12 for floats). The
-// estimate of exact arithmetic has the (scale / 2)^2 / 3 of each element.
+// Uniform and independent rounding errors are Widrow's model (Widrow and
+// Kollar, Quantization Noise, 2008, chapter 12 for floats). The estimate of
+// exact arithmetic has the (scale / 2)^2 / 3 of each element.
 double RoundingOfFloats(double scale, const Distribution& distribution) {
   constexpr double kMostHalfSteps = 0x1p10;
   // A spacing is 2^-23 of the power of two below.
@@ -95,7 +95,7 @@ double RoundingOfFloats(double scale, const Distribution& distribution) {
     if (!(code >= 0.5) || code > 0x1p31) continue;
     const double at_x = spacing(magnitude);
     const double h = std::max(spacing(code), 1.0) * scale / 2 / at_x;
-    // What is left is nothing beside the steps.
+    // The rest is negligible beside the steps.
     if (h > kMostHalfSteps) continue;
     const double k = std::floor(h + 0.5);
     const double square =

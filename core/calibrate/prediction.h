@@ -24,7 +24,7 @@ struct Prediction {
   double squared_error_high = 0;
   // Sum of x^2, exact up to the rounding of float64.
   double signal = 0;
-  // Of the histograms that all of it comes from.
+  // Mantissa bits of the histograms that the prediction comes from.
   int mantissa_bits = 0;
 
   void Add(const Prediction& other);
@@ -40,7 +40,7 @@ struct Prediction {
   double NoiseToSignal() const;
 };
 
-// The same result on every machine, for any number of threads.
+// Gives the same result on every machine, for any number of threads.
 // `pool`  spreads the scale indices; may be null.
 // Requires: a valid encoding with a scale per scale index of `statistics`,
 // which has histograms.

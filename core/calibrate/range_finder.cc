@@ -298,7 +298,7 @@ Range RangeFinder::Percentile(Block& block) const {
       if (is_mirrored) range.high = range.low;
       break;
   }
-  // Where nearly all elements are zero, a scale needs what is left of them.
+  // If nearly all elements are zero, the others need a scale.
   if (range.low == 0 && range.high == 0) return block.whole();
   return scaler_.Extend(range);
 }

@@ -44,10 +44,11 @@ class RangeFinder {
               absl::Span<const Extremes> moving_average, const HeldTensor* held,
               const Importance* importance = nullptr);
 
-  // Of the histograms that ranges come from; 0 where they come from none.
+  // Mantissa bits of the histograms that ranges come from; 0 without
+  // histograms.
   int mantissa_bits() const;
 
-  // Whether ranges depend on how their scales are stored.
+  // True if ranges depend on how their scales are stored.
   bool searches() const;
 
   // The range of a scale index, as RangeScaler::Extend gives it; none where
@@ -59,8 +60,8 @@ class RangeFinder {
                                              BlockElements* elements,
                                              StopToken stop) const;
 
-  // The same of a block that is at hand, for methods that need no histogram and
-  // blocks that are searched directly.
+  // Finds the range of a block that is at hand, for methods that need no
+  // histogram and blocks that are searched directly.
   // `extremes`  of its finite elements.
   // `elements`  of the block, with their weights; looked at only where
   //             IsSearchedDirectly.
@@ -70,12 +71,11 @@ class RangeFinder {
                                                   StopToken stop) const;
 
  private:
-  // What is searched, by either class: the histogram of a block, or its
-  // elements.
+  // Data that is searched: the histogram of a block, or its elements.
   class Bins;
   class Elements;
 
-  // What searches know of the codes.
+  // Facts about the codes for searches.
   struct Searched {
     Searched(const EncodingSpec& spec, const Encoding& encoding,
              const RangeScaler& scaler)
@@ -88,7 +88,7 @@ class RangeFinder {
     const BlockSearch search;
   };
 
-  // What there is without a search; none where one is needed.
+  // The range that needs no search; none where one is needed.
   absl::optional<absl::optional<Range>> FindAtOnce(
       int64_t index, const Extremes& extremes) const;
   template <typename Block>
@@ -97,8 +97,8 @@ class RangeFinder {
   template <typename Block>
   absl::StatusOr<Range> FindBy(CalibrationMethod method, Block& block,
                                StopToken stop) const;
-  // By the one of spec.methods whose range errs least. Those whose range has no
-  // scale do not count, unless none has.
+  // Uses the method of spec.methods whose range errs least. Methods whose range
+  // has no scale do not count, unless none has.
   template <typename Block>
   absl::StatusOr<Range> FindBest(Block& block, StopToken stop) const;
   template <typename Block>

@@ -31,7 +31,7 @@ constexpr double kLargestE4m3 = 448;
 constexpr double kSmallestNormalE4m3 = 0x1p-6;
 constexpr uint8_t kE4m3One = 0x38;
 constexpr uint8_t kE4m3SmallestNormal = 0x08;
-// What the bits of a float64 have more than the code of the same number.
+// Differences of the bits of a float64 from the code of the same number.
 constexpr int kE4m3Shift = kDoubleMantissaBits - kE4m3MantissaBits;
 constexpr uint64_t kE4m3Offset = uint64_t{kDoubleBias - kE4m3Bias}
                                  << kE4m3MantissaBits;

@@ -18,16 +18,16 @@ struct Range {
   double low;
   double high;
 
-  // Of the larger end.
+  // Magnitude of the larger end.
   double abs_max() const;
 };
 
 struct BlockScale {
   float scale;
   int32_t zero_point;
-  // Where the scale type has codes.
+  // Only if the scale type has codes.
   uint8_t code;
-  // In place of zero_point, where the encoding has such.
+  // Replaces zero_point where the encoding has real ones.
   float real_zero_point = 0;
 
   friend bool operator==(const BlockScale& a, const BlockScale& b) {
@@ -38,7 +38,7 @@ struct BlockScale {
 
 // Makes room for so many zero points, of the kind that the encoding has.
 void ResizeZeroPoints(size_t count, Encoding* encoding);
-// Sets that of a scale index where there is room for it.
+// Sets the zero point of a scale index if the encoding has room for it.
 inline void SetZeroPoint(int64_t index, const BlockScale& scale,
                          Encoding* encoding) {
   if (!encoding->zero_point.empty()) {
@@ -83,33 +83,35 @@ class RangeScaler {
   // The range as it is taken: with zero, unless the spec leaves it out.
   Range Extend(const Range& range) const;
 
-  // Of the range. `outer` is the outer scale of the block, or 0 while it is not
-  // known: then the result is the float32 scale before it is split in two.
+  // The scale of the range. `outer` is the outer scale of the block, or 0 while
+  // it is not known: then the result is the float32 scale before it is split in
+  // two.
   // Requires: a range that is not [0, 0].
   // Errors: SCALE_OVERFLOW, ZERO_POINT_RANGE, both naming `index`.
   absl::StatusOr<BlockScale> Scale(int64_t index, const Range& range,
                                    float outer) const;
 
-  // Whether scales are the powers of two that FLOOR gives.
+  // True if scales are the powers of two that FLOOR gives.
   bool floors_powers_of_two() const;
-  // The same as Scale then, of a range up to `abs_max` in magnitude.
+  // Then equals Scale, for a range up to `abs_max` in magnitude.
   // Requires: 0 < abs_max, finite.
   BlockScale FlooredPowerOfTwo(float abs_max) const;
 
-  // Whether the scale of a range up to a magnitude is E4m3Scale of it.
+  // True if E4m3Scale gives the scale of a range from its magnitude.
   bool has_e4m3_scales() const;
-  // The same as Scale then. Requires: 0 < magnitude; an outer scale.
+  // Then equals Scale. Requires: 0 < magnitude; an outer scale.
   BlockScale E4m3Scale(double magnitude, float outer) const;
 
-  // Of an outer block whose ranges have magnitudes up to `magnitude`.
+  // The scale of an outer block whose ranges have magnitudes up to `magnitude`.
   // Errors: SCALE_OVERFLOW, naming `index`, one of its scale indices.
   absl::StatusOr<float> OuterScale(int64_t index, double magnitude) const;
 
-  // Of a block without anything but zeros. `outer_is_zero`: as is its whole
-  // outer block.
+  // The scale of a block with zeros only.
+  // `outer_is_zero`  its whole outer block has zeros only.
   BlockScale DegenerateScale(float outer, bool outer_is_zero) const;
 
-  // Of a block with an element that is not finite, where that has a code.
+  // The scale of a block with an element that is not finite, if that has a
+  // code.
   BlockScale NanScale() const;
 
  private:
@@ -132,7 +134,7 @@ class RangeScaler {
   double largest_;
   double widest_;
   int step_exponent_;
-  // Of the numbers, as EVEN rounds to.
+  // Mantissa bits of the format's numbers, for the rule EVEN.
   int mantissa_bits_;
 };
 

@@ -17,7 +17,8 @@
 namespace quantd::core {
 namespace {
 
-// As many as take much longer than to look at the stop token.
+// Number of tries between two looks at the stop token: they take much longer
+// than the look.
 int TriesAtOnce(const Distribution& distribution) {
   constexpr size_t kMasses = 2048;
   return static_cast<int>(
@@ -36,8 +37,8 @@ double ErrorUnder(const BlockScale& scale, const CodeNumbers& numbers,
                                                    distribution);
 }
 
-// Where the end of a range is on its way from nothing to all of it: position k
-// is (first + k * (last - first) / count) / count of the way.
+// The way of a range's end from nothing to all of it: position k is (first + k
+// * (last - first) / count) / count of the way.
 struct Way {
   int first;
   int last;
@@ -68,7 +69,7 @@ class BestRange {
         distribution_(distribution),
         gamma_(gamma) {}
 
-  // Whether the range is the best so far.
+  // True if the range is the best so far.
   bool Try(const Range& range) {
     const absl::StatusOr<BlockScale> scale =
         scaler_.Scale(index_, range, outer_);
@@ -124,8 +125,8 @@ absl::StatusOr<Range> SearchRange(const RangeScaler& scaler, int64_t index,
                                             : kDefaultStepsOfEachEnd;
   // Symmetric ranges may be wider than the whole one.
   const int most = static_cast<int>(count * scaler.widest());
-  // Where asymmetric ranges start. An end where the range starts stays there,
-  // and that of a symmetric one follows the other.
+  // Asymmetric ranges start here. An end that lies at the start stays there.
+  // One end of a symmetric range follows the other.
   double from = 0;
   int least_low = count;
   int least_high = 1;

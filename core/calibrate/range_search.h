@@ -13,8 +13,8 @@
 
 namespace quantd::core {
 
-// What a range is judged by: the estimate of the squared error under the scale
-// as it is stored, where clipped elements count `gamma` times.
+// The cost of a range: the estimate of the squared error under the scale as it
+// is stored, where clipped elements count `gamma` times.
 // `outer`  the outer scale of the block, 0 where there is none or it is not
 //          known yet.
 // Errors: those of RangeScaler::Scale.
@@ -25,9 +25,9 @@ absl::StatusOr<double> RangeError(const RangeScaler& scaler, int64_t index,
 
 // The best of the ranges k / steps of the whole one, 1 <= k <= steps *
 // WidestRange, and then of `steps` between the two neighbours of that. Only
-// symmetric ranges are wider than the whole one. Asymmetric ranges: of both
-// ends by themselves, each measured from zero, or from the mean where the range
-// leaves out zero. Of equally good ranges the widest.
+// symmetric ranges are wider than the whole one. The two ends of asymmetric
+// ranges move by themselves, each measured from zero, or from the mean where
+// the range leaves out zero. Of equally good ranges the widest wins.
 // `steps`  0 for 128, and 32 for each of two ends.
 // `whole`  as RangeScaler::Extend gives it, not [0, 0].
 // Errors: those of RangeScaler::Scale for the whole range, if there is no range

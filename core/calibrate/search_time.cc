@@ -12,7 +12,7 @@
 namespace quantd::core {
 namespace {
 
-// Of one scale; elements that are alike share one.
+// Most bins of the histogram of one scale; equal elements share one.
 constexpr double kMostBins = 1024;
 
 // For one scale whose histogram has so many bins.
@@ -41,8 +41,8 @@ double Nanoseconds(const EncodingSpec& spec, CalibrationMethod method,
 double DirectNanoseconds(const EncodingSpec& spec, CalibrationMethod method,
                          double elements) {
   const bool both_ends = EffectiveSymmetry(spec) == Symmetry::kAsymmetric;
-  // Of entropy: more levels than elements are only looked at where there are
-  // elements.
+  // Entropy: of more levels than elements, only those with elements are looked
+  // at.
   constexpr double kFewLevels = 32;
   constexpr double kManyLevels = 256;
   double steps = spec.search_steps;

@@ -1,4 +1,4 @@
-// What a search costs, told from the spec alone.
+// Time of a search, estimated from the spec alone.
 
 #ifndef QUANTD_CORE_CALIBRATE_SEARCH_TIME_H_
 #define QUANTD_CORE_CALIBRATE_SEARCH_TIME_H_

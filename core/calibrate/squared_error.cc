@@ -21,9 +21,9 @@ class UniformNumbers {
   UniformNumbers(double first, int64_t last, double scale)
       : first_(first), last_(last), scale_(scale) {}
 
-  // Of the nearest number, which is not before `from`.
+  // Index of the nearest number, which is not before `from`.
   int64_t IndexFrom(int64_t /*from*/, double x) const { return Index(x); }
-  // Of the nearest number.
+  // Index of the nearest number.
   int64_t Index(double x) const {
     const double index = x / scale_ - first_ + 0.5;
     if (!(index > 0)) return 0;
@@ -122,7 +122,7 @@ SquaredError MeanHinge(const Mass& mass, double t) {
   return hinge;
 }
 
-// Whether the uniform density lies within the support, and so its hinges
+// True if the uniform density lies within the support: then its hinges lie
 // within their bounds.
 bool IsUniformPossible(const Mass& mass) {
   return mass.half_width <= mass.mean - mass.low &&
@@ -247,7 +247,8 @@ double SumAbove(const Distribution& distribution, double clip, double value) {
   return sum;
 }
 
-// The same below `clip`, which is not above `value`.
+// Sums (value - x)^2 over the elements below `clip`, which is not above
+// `value`.
 double SumBelow(const Distribution& distribution, double clip, double value) {
   const auto masses = distribution.masses();
   const size_t end = distribution.FirstAbove(0, clip);

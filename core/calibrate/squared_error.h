@@ -1,4 +1,4 @@
-// What quantizing costs, from a distribution.
+// Costs of quantizing, from a distribution.
 //
 // Codes stand for numbers, and x' is the one nearest to x. A boundary b lies
 // halfway between two neighbours, which are a step d apart. Let v be the number
@@ -37,7 +37,7 @@ struct CodeNumbers {
   std::vector<double> levels;
   // [levels - 1] halfway between them.
   std::vector<double> middles;
-  // What lies beyond is clipped.
+  // Elements beyond are clipped.
   double clip_low = 0;
   double clip_high = 0;
   // Magnitudes from here on become infinity or NaN.
@@ -47,8 +47,7 @@ struct CodeNumbers {
   double highest() const { return is_integer ? qmax : levels.back(); }
 };
 
-// A sum of (x' - x)^2, and what it certainly lies between if arithmetic were
-// exact.
+// A sum of (x' - x)^2, and bounds that hold if arithmetic were exact.
 struct SquaredError {
   double low = 0;
   // Elements of a bin spread uniformly with its mean and variance.
