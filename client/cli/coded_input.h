@@ -24,7 +24,8 @@ std::map<std::string, std::string> PlainMetadata(const TensorInput& input);
 absl::StatusOr<std::vector<files::CodedTensor>> ReadCoded(
     const TensorInput& input, const std::string& path);
 
-// What ReadCoded found, and the files that it points into. Immutable.
+// The tensors that ReadCoded found, and the files that they point into.
+// Immutable.
 struct CodedInput {
   std::shared_ptr<const TensorInput> input;
   std::vector<files::CodedTensor> tensors;

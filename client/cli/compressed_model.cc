@@ -109,7 +109,7 @@ absl::StatusOr<uint64_t> CompressedModel::Write(
       int64_t index = 0;
       if (format.storage_bits == format.bits &&
           shape[1] * format.bits == row_words * 32) {
-        // The same bytes, of codes from 0 on.
+        // The words have the bytes of the codes, but count codes from 0 on.
         uint8_t flip = 0;
         for (int bit = format.bits; format.is_signed && bit <= 8;
              bit += format.bits) {

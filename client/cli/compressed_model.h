@@ -23,16 +23,16 @@ namespace quantd::cli {
 
 // How the inputs of a module are quantized. Plain value.
 struct ModuleInputs {
-  // As in config.json; null where they are not.
+  // "input_activations" of config.json; null where inputs are not quantized.
   Json arguments;
-  // What the file has beside the weights.
+  // Tensors that the file has beside the weights.
   std::vector<CompressedData> parts;
 };
 
 // How a tensor will lie in the file. Plain value.
 struct CompressedPlan {
   std::vector<CompressedPart> parts;
-  // What config.json says of the module.
+  // The scheme of the module in config.json.
   Json module;
 };
 
@@ -49,7 +49,8 @@ class CompressedModel {
       const std::string& name, files::Dtype dtype,
       const std::vector<int64_t>& shape, absl::Span<const uint8_t> data)>;
 
-  // What Write will add for a tensor whose encoding will be `expected`.
+  // The parts that Write will add for a tensor whose encoding will be
+  // `expected`.
   // Errors: ARGUMENT_INVALID for what the layout does not hold.
   absl::StatusOr<CompressedPlan> PlanOf(const std::string& name,
                                         const std::vector<int64_t>& shape,
@@ -79,7 +80,7 @@ class CompressedModel {
   Json Config(const std::vector<std::string>& ignored, const Json& cache) const;
 
  private:
-  // What config.json says of a module.
+  // The scheme of a module in config.json.
   Json ModuleOfLayout(Json module) const;
 
   const bool packs_all_;
@@ -88,7 +89,7 @@ class CompressedModel {
   int64_t rounded_count_ = 0;
 };
 
-// Whether dividing the E4M3 scales by `global` gives the same floats as
+// True if dividing the E4M3 scales by `global` gives the same floats as
 // multiplying them with `outer`.
 bool IsExactInverse(float global, float outer);
 

@@ -225,8 +225,8 @@ class ModuleReader {
     return absl::OkStatus();
   }
 
-  // Whether no code lies in two words. `fits` says whether the shape is that of
-  // codes without gaps too: then the bits that would be padding tell.
+  // True if no code lies in two words. `fits`: the shape is also that of codes
+  // without gaps; then the bits that would be padding decide.
   static bool IsPadded(const files::FileTensor& packed, int64_t rows,
                        int64_t columns, int bits, bool fits) {
     const int per_word = 32 / bits;
@@ -418,8 +418,8 @@ class ModuleReader {
     return absl::OkStatus();
   }
 
-  // As compressed-tensors has it, -1 stands for groups one after the other, and
-  // so do zeros beside several groups, which nobody set.
+  // In compressed-tensors, -1 stands for groups one after the other. So do
+  // zeros beside several groups: nobody set those.
   absl::Status AddColumnGroups(const std::string& module,
                                const files::FileTensor& groups,
                                QuantizedTensor* tensor) {

@@ -1,4 +1,4 @@
-// Where a tensor of a compressed-tensors model lies in a file that is being
+// The place of a tensor of a compressed-tensors model in a file that is being
 // built.
 
 #ifndef QUANTD_CLIENT_CLI_COMPRESSED_PLACE_H_
@@ -23,7 +23,8 @@
 
 namespace quantd::cli {
 
-// As QuantizedPlace is for quantd's own layout. Not thread-safe.
+// The counterpart of QuantizedPlace, which is for quantd's own layout. Not
+// thread-safe.
 class CompressedPlace {
  public:
   // Reserves the parts of a tensor whose encoding will be `expected`, and those
@@ -48,9 +49,9 @@ class CompressedPlace {
   // Leaves out what is reserved and not written.
   void Drop();
 
-  // What config.json will say of the module, as far as that is known before.
+  // The scheme of the module in config.json, as far as it is known before.
   const Json& expected_module() const { return plan_.module; }
-  // What was written.
+  // The model with what was written.
   const CompressedModel& model() const { return model_; }
 
  private:
@@ -74,7 +75,7 @@ class CompressedPlace {
   const ModuleInputs& inputs_;
   files::SafetensorsBuilder* const builder_;
   CompressedModel model_;
-  // Of the parts that are reserved and not written, with their indices.
+  // The parts that are reserved and not written, and their indices.
   CompressedPlan plan_;
   std::vector<size_t> indices_;
 };

@@ -56,9 +56,9 @@ void AddCacheParts(const TensorInput& input,
   }
 }
 
-// Whether the codes stand for the weights as they were: not for rotated ones,
-// and not for those that are not zero alone. Both sections may be there all the
-// same.
+// Checks that the codes stand for the weights as they were. Codes of rotated
+// weights do not, nor do codes of only those weights that are not zero. Both
+// sections may be there all the same.
 absl::Status CheckRead(const Json& config, const std::string& config_path) {
   const Json transforms = config.value("transform_config", Json());
   const bool has_transforms =

@@ -21,7 +21,7 @@ namespace {
 
 using Kind = ActivationsChoice::Kind;
 
-// Of vLLM's kernels.
+// Limits of vLLM's kernels.
 constexpr char kMarlinIntegerLimits[] =
     "vLLM's Marlin kernels take rows (those of fused matrices together) in "
     "multiples of 64, columns in multiples of 128, and groups of 32, 64 or "
@@ -179,7 +179,7 @@ bool Is(const Json& arguments, const char* strategy, int bits,
          arguments["type"] == type;
 }
 
-// Whether vLLM has kernels for weights whose inputs are not quantized.
+// True if vLLM has kernels for weights whose inputs are not quantized.
 bool HasKernelsAlone(const Json& weights, bool is_packed) {
   const Json& strategy = weights["strategy"];
   const int bits = weights["num_bits"];
@@ -187,7 +187,7 @@ bool HasKernelsAlone(const Json& weights, bool is_packed) {
     return is_packed && (bits == 4 || bits == 8) &&
            (strategy == "channel" || strategy == "group");
   }
-  // Those in groups that it has are NVFP4 and MX.
+  // The floats in groups that it has kernels for are NVFP4 and MX.
   return bits == 4 || strategy != "group" || weights.contains("scale_dtype");
 }
 

@@ -18,10 +18,10 @@
 
 namespace quantd::cli {
 
-// What --scheme stands for, by the names that users of vLLM know.
+// The options that --scheme stands for, by the names that users of vLLM know.
 struct SchemePreset {
   std::string name;
-  // As --spec, --layout and --activations take them.
+  // Values of --spec, --layout and --activations.
   std::string spec;
   std::string layout;
   std::string activations;
@@ -48,30 +48,31 @@ absl::StatusOr<ActivationsChoice> ParseActivations(absl::string_view text);
 // Errors: ARGUMENT_INVALID for what the configuration has no words for.
 absl::StatusOr<Json> InputArguments(const ActivationsChoice& choice,
                                     const Json& weights);
-// Whether a module has to have numbers of its inputs in the file.
+// True if a module has to have numbers of its inputs in the file.
 bool TakesStored(const Json& input_arguments);
 
 // "kv_cache_scheme" for --kv-cache SPEC.
 // Errors: ARGUMENT_INVALID.
 absl::StatusOr<Json> CacheArguments(absl::string_view spec);
 
-// The parts that say how what has the arguments `arguments` is quantized, as a
-// stored encoding tells it. `arguments` becomes asymmetric where that has a
+// The parts that say how inputs, or a cache, with the arguments `arguments` are
+// quantized, from a stored encoding. `arguments` becomes asymmetric where that
+// has a
 // zero point. "PREFIX_scale" and "PREFIX_zero_point" of a static range,
 // "PREFIX_global_scale" of NVFP4.
 // Errors: ARGUMENT_INVALID for an encoding that does not fit.
 absl::StatusOr<std::vector<CompressedData>> RangeParts(
     const std::string& prefix, const v1::Encoding& encoding, Json* arguments);
 
-// Whether vLLM has kernels for a module (CompressedPlan::module) whose inputs
+// True if vLLM has kernels for a module (CompressedPlan::module) whose inputs
 // have these arguments.
 bool HasKernels(const Json& module, const Json& input_arguments);
-// Which limits of its kernels a matrix of such a module does not keep, for
+// The limits of its kernels that a matrix of such a module does not keep, for
 // people; empty where it keeps all. Where vLLM fuses matrices, `rows` are those
 // of all. Requires: HasKernels.
 std::string LimitsText(const Json& module, const Json& input_arguments,
                        int64_t rows, int64_t columns);
-// Whether it has them for an expert as well, of a module for which HasKernels.
+// True if it has them for an expert as well, of a module for which HasKernels.
 bool HasExpertKernels(const Json& module, const Json& input_arguments);
 
 }  // namespace quantd::cli

@@ -16,8 +16,8 @@
 namespace quantd::cli {
 namespace {
 
-// Of the regular expressions among the targets of one file, which anybody may
-// have written: with these a file takes seconds at most.
+// Limits of the regular expressions among the targets of one file, which
+// anybody may have written: with these a file takes seconds at most.
 constexpr int kMaxPatterns = 256;
 constexpr size_t kMaxPatternBytes = 1024;
 constexpr int64_t kMaxPatternMemoryBytes = 1 << 20;
@@ -99,7 +99,8 @@ class TargetMatcher {
     return absl::OkStatus();
   }
 
-  // As Python's re.match: from the beginning of the name on, not to its end.
+  // Matches like Python's re.match: from the beginning of the name on, not to
+  // its end.
   absl::Status MatchPattern(absl::string_view pattern, const Json* weights) {
     if (pattern.size() > kMaxPatternBytes) {
       return files::FileUnsupportedError(

@@ -1,5 +1,5 @@
-// Which modules of a compressed-tensors model have which scheme, as its
-// config.json says.
+// Finds the scheme of each module of a compressed-tensors model by its
+// config.json.
 
 #ifndef QUANTD_CLIENT_CLI_COMPRESSED_TARGETS_H_
 #define QUANTD_CLIENT_CLI_COMPRESSED_TARGETS_H_

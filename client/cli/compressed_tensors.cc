@@ -22,15 +22,15 @@ absl::Status NotInCompressedTensors(absl::string_view what) {
   return ArgumentInvalidError(absl::StrCat("compressed-tensors holds ", what));
 }
 
-// Which elements share a scale, or nothing where the layout has no word for it.
-// `columns` of a matrix.
+// The "strategy": which elements share a scale. `columns` of a matrix.
+// Errors: ARGUMENT_INVALID where the layout has no word for it.
 absl::StatusOr<Json> StrategyOf(const std::vector<int64_t>& scale_shape,
                                 const Encoding& encoding, int64_t count,
                                 int64_t columns) {
   Json json = Json::object();
   const auto& block = encoding.block_size();
-  // As it was asked for, also where a matrix has one block: runtimes take
-  // layers of one kind.
+  // The strategy is the one that was asked for, also where a matrix has one
+  // block: runtimes take layers of one kind.
   if (block.size() == 2 && block[0] > 1 && block[1] > 0) {
     json["strategy"] = "block";
     json["block_structure"] = {block[0], block[1]};
@@ -135,7 +135,7 @@ absl::StatusOr<CompressedLayout> CompressedLayoutOf(
                   {"dynamic", false},
                   {"observer", "minmax"}};
   weights.update(*scheme);
-  // What tells it from FP8 in groups.
+  // Tells MXFP8 from FP8 in groups.
   if (layout.is_mxfp8) weights["scale_dtype"] = "torch.uint8";
   layout.module = {{"format", layout_name}, {"weights", std::move(weights)}};
 

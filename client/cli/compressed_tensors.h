@@ -50,7 +50,7 @@ inline int64_t PackedWords(int64_t codes, int64_t bits) {
   return codes * bits / 32 + (codes * bits % 32 != 0);
 }
 
-// Of a model's folder; says how it is quantized.
+// The file of a model's folder that says how the model is quantized.
 constexpr char kModelConfigName[] = "config.json";
 
 // Metadata of a file that quantctl wrote: the element type that each tensor
@@ -67,7 +67,7 @@ struct CompressedPart {
   std::vector<int64_t> shape;
 };
 
-// The same with what it holds.
+// A tensor of the file with its bytes.
 struct CompressedData {
   CompressedPart part;
   std::vector<uint8_t> data;
@@ -82,13 +82,13 @@ struct CompressedLayout {
   bool is_mxfp8 = false;
   bool is_float8 = false;
   bool is_packed = false;
-  // As others mean it: without zero points, codes lie around 0. Those of
-  // unsigned formats do not once they are signed.
+  // Symmetric as others mean it: without zero points, codes lie around 0. Codes
+  // of unsigned formats do not once they are signed.
   bool is_symmetric = true;
   // Scales along each dimension, and in all.
   std::vector<int64_t> blocks;
   int64_t count = 0;
-  // What config.json says of the module.
+  // The scheme of the module in config.json.
   Json module;
   std::vector<CompressedPart> parts;
 };
@@ -100,15 +100,15 @@ absl::StatusOr<CompressedLayout> CompressedLayoutOf(
     const std::string& name, const std::vector<int64_t>& shape,
     const Encoding& encoding, bool has_zero_points, bool packs_all);
 
-// Whether zero points are packed: those of a matrix with a scale for each group
+// True if zero points are packed: those of a matrix with a scale for each group
 // or row.
 bool PacksZeroPoints(const CompressedLayout& layout);
 
 // The module of "MODULE.weight"; empty for another name.
 absl::string_view ModuleOf(absl::string_view tensor);
 
-// Whether the groups that share a scale divide the rows of a matrix, as readers
-// of these models take them.
+// Checks that the groups that share a scale divide the rows of a matrix, as
+// readers of these models take them.
 // Errors: ARGUMENT_INVALID.
 absl::Status CheckGroups(const EncodingSpec& spec,
                          const std::vector<int64_t>& shape);

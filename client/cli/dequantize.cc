@@ -45,7 +45,7 @@ namespace quantd::cli {
 namespace {
 
 constexpr size_t kMostInlineScaleBytes = 256 << 10;
-// Of floats in memory.
+// Bytes of floats that are decoded in memory at a time.
 constexpr int64_t kDecodeBytes = 4 << 20;
 
 struct DequantizeOptions {
@@ -67,7 +67,7 @@ struct DequantizeOutcome {
   absl::Status status;
   // See QuantizedTensor.
   std::string note;
-  // Of the output: its type may be too narrow, or a code infinity.
+  // Infinities of the output: its type may be too narrow, or a code infinity.
   uint64_t infinity_count = 0;
 };
 
@@ -319,7 +319,7 @@ class Dequantizer {
     return absl::OkStatus();
   }
 
-  // Of all that a tensor is made of.
+  // Bytes of all the parts of a tensor.
   static uint64_t CodeBytes(const TensorInput& input,
                             const files::CodedTensor& tensor) {
     uint64_t size = 0;
@@ -387,7 +387,7 @@ class Dequantizer {
         files::SafetensorsBuilder::Create(options_.output.path,
                                           options_.output.if_exists());
     if (!builder.ok()) return builder.status();
-    // What is dequantized comes first, then what is copied.
+    // The dequantized tensors come first, then the copied ones.
     uint64_t order = 0;
     std::vector<size_t> places;
     for (const QuantizedTensor& tensor : tensors_) {
@@ -506,7 +506,7 @@ class Dequantizer {
     return job;
   }
 
-  // Whether the output is one tensor.
+  // Checks that the output is one tensor.
   absl::Status CheckSingle(const TensorInput& input,
                            size_t quantized_count) const {
     const auto is_copied = [this](const files::FileTensor& tensor) {
@@ -554,7 +554,7 @@ class Dequantizer {
     outcomes_.resize(tensors_.size());
     Progress progress(total_bytes, !session_.quiet);
     absl::Mutex mutex;
-    // Of the codes of the tensors under way.
+    // Keep the codes of the tensors under way in memory.
     std::vector<std::shared_ptr<const void>> holds(tensors_.size());
     std::vector<InfinityCounter> infinities;
     for (const QuantizedTensor& tensor : tensors_) {
@@ -675,7 +675,7 @@ class Dequantizer {
 
   const DequantizeOptions& options_;
   Session& session_;
-  // Those that the server dequantizes, and those that are decoded here.
+  // Tensors that the server dequantizes, and tensors that are decoded here.
   std::vector<QuantizedTensor> tensors_;
   std::vector<files::CodedTensor> coded_;
   // Names of codes and what lies beside them: not copied.

@@ -22,7 +22,7 @@ class DraftRevision {
   // Runs with the same key, such as the parts of one, share the draft.
   DraftRevision(NameOptions target, absl::string_view key);
 
-  // Where the run stores the encoding of a tensor.
+  // The name under which the run stores the encoding of a tensor.
   TensorName NameOf(const std::string& tensor) const {
     return draft_.NameOf(tensor);
   }
@@ -33,7 +33,7 @@ class DraftRevision {
   // Errors: of the client.
   absl::StatusOr<absl::flat_hash_set<std::string>> Tensors(
       Client* client) const;
-  // Those that the target has.
+  // The tensors that the target has.
   // Errors: of the client.
   absl::StatusOr<absl::flat_hash_set<std::string>> TargetTensors(
       Client* client) const;

@@ -53,7 +53,7 @@ void PrintStored(const v1::StoredEncoding& stored, const char* verb,
   }
 }
 
-// As a spec says it.
+// The granularity in the words of a spec.
 std::string GranularityText(const Encoding& encoding) {
   const auto& block = encoding.block_size();
   const int rank = block.size();
@@ -70,7 +70,7 @@ std::string GranularityText(const Encoding& encoding) {
   return absl::StrCat("block=", absl::StrJoin(block, ","));
 }
 
-// What made an encoding, in few words; empty where nobody knows.
+// How an encoding was made, in few words; empty where nobody knows.
 std::string ProvenanceText(const v1::EncodingProvenance& provenance) {
   const v1::EncodingSpec& spec = provenance.spec();
   const std::string method = absl::StrCat(
@@ -239,8 +239,8 @@ absl::StatusOr<v1::ComputeEncodingsRequest> MakeComputeRequest(
   return request;
 }
 
-// Of the first override that matches, or the default; null where a tensor is
-// left out.
+// The spec of the first override that matches, or the default; null where a
+// tensor is left out.
 const EncodingSpec* SpecOfTensor(const v1::ComputeEncodingsRequest& request,
                                  const std::string& tensor) {
   for (const v1::SpecOverride& entry : request.overrides()) {

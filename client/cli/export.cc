@@ -34,7 +34,7 @@ struct ExportOptions {
   OutputOptions output;
   std::vector<std::string> include;
   std::vector<std::string> parameters;
-  // Of imatrix.
+  // Only for imatrix.
   std::string inputs_map;
   std::string onnx;
   std::vector<std::string> map;

@@ -28,10 +28,11 @@ using files::FileTensor;
 constexpr absl::string_view kExperts = "experts";
 constexpr absl::string_view kGranite = "block_sparse_moe";
 constexpr absl::string_view kWeight = ".weight";
-// Of a side of what is transposed at once, so that it stays in the cache.
+// Side of the tiles that are transposed at once, so that a tile stays in the
+// cache.
 constexpr int64_t kTile = 32;
 
-// What the matrices of an expert are called.
+// Names of the matrices of an expert.
 struct Projections {
   const char* gate;
   const char* up;
@@ -57,7 +58,7 @@ bool ConsumePart(absl::string_view* name, absl::string_view what) {
   return true;
 }
 
-// Whether the last part of the name is `what`.
+// True if the last part of the name is `what`.
 bool EndsInPart(absl::string_view name, absl::string_view what) {
   return ConsumePart(&name, what);
 }
@@ -108,7 +109,7 @@ bool IsStack(const FileTensor* tensor) {
          ElementTypeOf(tensor->dtype).has_value();
 }
 
-// Whether the layer can be split; sets whether it lies transposed.
+// True if the layer can be split; sets whether it lies transposed.
 bool CanSplit(const Layer& layer, bool* is_transposed) {
   if (layer.has_biases || !IsStack(layer.gate_up) || !IsStack(layer.down)) {
     return false;

@@ -26,7 +26,7 @@ struct FusedExperts {
   int64_t expert_count = 0;
   // The rows of a weight are columns here.
   bool is_transposed = false;
-  // Of the names of the matrices that it became, such as
+  // Patterns of the names of the matrices that it became, such as
   // "X.experts.*.gate_proj.weight".
   std::vector<std::string> patterns;
 };

@@ -66,7 +66,7 @@ struct BlockRow {
 };
 constexpr BlockRow kBlockRows[] = {{"q6_K", 18}, {"q5_K", 16}, {"q4_K", 14}};
 
-// What names of weights have that llama.cpp does not quantize either: norms,
+// Parts of the names of weights that llama.cpp does not quantize either: norms,
 // routers, positions, token types, small matrices, and what its kernels take as
 // floats.
 constexpr absl::string_view kLeftInGguf[] = {"_norm.weight",

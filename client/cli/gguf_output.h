@@ -1,4 +1,4 @@
-// What quantctl quantize writes as GGUF: which type a spec has there, and how
+// The GGUF files of quantctl quantize: which type a spec has there, and how
 // codes become blocks.
 
 #ifndef QUANTD_CLIENT_CLI_GGUF_OUTPUT_H_
@@ -25,15 +25,16 @@ namespace quantd::cli {
 const files::GgufType* GgufTypeOf(const EncodingSpec& spec,
                                   const std::vector<int64_t>& shape);
 
-// What a tensor of the input is in a GGUF file, quantized or, without a spec,
-// as it is. `path` is that of the file. Errors: ARGUMENT_INVALID for a spec
+// The entry of a tensor of the input in a GGUF file, quantized or, without a
+// spec, as it is. `path` is that of the file. Errors: ARGUMENT_INVALID for a
+// spec
 // that has no type; FILE_UNSUPPORTED.
 absl::StatusOr<files::GgufEntry> GgufEntryOf(const std::string& path,
                                              const TensorInput& input,
                                              const files::FileTensor& tensor,
                                              const EncodingSpec* spec);
 
-// Whether llama.cpp leaves a tensor as it is: one that is no weight, a norm, a
+// True if llama.cpp leaves a tensor as it is: one that is no weight, a norm, a
 // router, a small matrix or what its kernels take as floats, or a vector,
 // unless the filter takes all ranks. It does not count leading dimensions of 1.
 bool IsLeftInGguf(const TensorFilter& filter, const files::FileTensor& tensor);

@@ -157,7 +157,7 @@ class ImatrixExport {
                               /*per_tensor=*/true, /*with_moments=*/true);
     if (!stored.ok()) return stored.status();
     if (!stored->has_moments()) {
-      // Those of outputs and the like are not for this file.
+      // Statistics of outputs and the like are not for this file.
       if (!weights.empty()) {
         LeaveOut(tensor,
                  "no moments are stored; quantctl calibrate --moments and "
@@ -184,7 +184,7 @@ class ImatrixExport {
     for (int i = 0; i < moments.count_size(); ++i) {
       const double count = static_cast<double>(moments.count(i));
       const double sum = SumOf(moments.square_sum(), static_cast<size_t>(i));
-      // As many of each: a mean is what counts.
+      // All columns get the same count: the mean is what counts.
       squares.sums.push_back(static_cast<float>(
           count > 0 ? sum * (static_cast<double>(most) / count) : 0));
     }

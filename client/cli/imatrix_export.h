@@ -12,7 +12,7 @@
 
 namespace quantd::cli {
 
-// What --format calls it.
+// The format's name for --format.
 constexpr char kImatrix[] = "imatrix";
 
 // Writes imatrix.gguf: an entry for each weight whose inputs have moments along

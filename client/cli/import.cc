@@ -133,7 +133,8 @@ void ReportImport(const ImportOptions& options,
                    Printable(options.name.model), "\n"));
 }
 
-// What became of the tensors of a file, as if the server had read it.
+// The outcome of each tensor of a file, in a response as if the server had read
+// the file.
 class ImportByTensor {
  public:
   ImportByTensor(const ImportOptions& options, Client* client)

@@ -1,4 +1,4 @@
-// What the errors of each column of a weight count: from a file, or from stored
+// The weight of errors in each column of a weight: from a file, or from stored
 // statistics.
 
 #ifndef QUANTD_CLIENT_CLI_IMPORTANCE_OPTIONS_H_
@@ -24,22 +24,22 @@ namespace quantd::cli {
 // --importance, which sets `file`.
 Option* AddImportanceOption(Command* command, std::string* file);
 
-// Whether a spec takes it from stored statistics.
+// True if a spec takes importance from stored statistics.
 bool HasImportance(const SpecSet& specs);
 
 // The specs of a tensor.
 using SpecsOfTensor = absl::FunctionRef<std::vector<const SpecTemplate*>(
     const files::FileTensor& tensor)>;
 
-// What FindImportance finds. Plain value.
+// The result of FindImportance. Plain value.
 struct FoundImportance {
   ModelImportance importance;
-  // Tensors that there is none of, ...
+  // Tensors without importance, ...
   std::vector<std::string> missing;
-  // ... and those none of whose specs takes it.
+  // ... and tensors none of whose specs takes it.
   std::vector<std::string> untaken;
-  // Of the stored inputs, by tensor: their name, and what tells the statistics
-  // from those of another time.
+  // Name and state of the stored inputs, by tensor. The state tells the
+  // statistics from those of another time.
   std::map<std::string, std::string> states;
 };
 

@@ -1,4 +1,4 @@
-// What a command says when a user or a supervisor stops it.
+// The message and the end of a command that a user or a supervisor stops.
 
 #ifndef QUANTD_CLIENT_CLI_INTERRUPT_H_
 #define QUANTD_CLIENT_CLI_INTERRUPT_H_
@@ -26,7 +26,7 @@ class InterruptNote {
   // stopped(), and has ten seconds to tidy up and call End. A second one ends
   // it.
   void Defer();
-  // Whether that signal came. Thread-safe.
+  // True once that signal came. Thread-safe.
   static bool stopped();
   // Ends the process by the signal that came.
   // Requires: stopped().

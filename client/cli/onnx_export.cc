@@ -227,7 +227,7 @@ void Transpose(size_t rows, size_t columns, std::vector<T>* values) {
   *values = std::move(result);
 }
 
-// Of a matrix, as that of its transpose.
+// Makes the quantizer of a matrix that of its transpose.
 void Transpose(files::OnnxModel::Quantizer* quantizer) {
   quantizer->axis = 1 - quantizer->axis;
   if (quantizer->scale_shape.size() != 2) return;
@@ -361,26 +361,27 @@ class Exporter {
  private:
   using Place = files::OnnxModules::Place;
 
-  // What an initializer or an activation has got.
+  // The quantizers that an initializer or an activation has got.
   struct Done {
     std::string tensor;
-    // Of the stored encoding.
+    // Follows from the stored encoding.
     files::OnnxModel::Quantizer stored;
-    // Of the one that the model gets.
+    // Goes into the model.
     files::OnnxModel::Quantizer quantizer;
   };
 
-  // What a weight becomes.
+  // A weight and its codes.
   struct QuantizedWeight {
     std::string tensor;
-    // As the encoding has it.
+    // Shape in the encoding; the model may have the transpose.
     std::vector<int64_t> shape;
     bool is_transposed = false;
     Encoding encoding;
     std::vector<uint8_t> codes;
   };
 
-  // That the output is none of the model's files. Notes the weights that are
+  // Checks that the output is none of the model's files. Notes the weights that
+  // are
   // not in the main graph: they stay as they are.
   absl::Status CheckFiles() {
     const absl::StatusOr<files::OnnxTensors> tensors = files::OnnxTensors::Open(
@@ -472,8 +473,9 @@ class Exporter {
     return ArgumentInvalidError(places.status().message());
   }
 
-  // Whether another tensor has it already, with the same parameters.
-  // Errors: ARGUMENT_INVALID: with others.
+  // True if the place has this encoding already from another tensor, with the
+  // same parameters.
+  // Errors: ARGUMENT_INVALID where the parameters are others.
   absl::StatusOr<bool> IsDone(const std::string& tensor, const Place& place,
                               const files::OnnxModel::Quantizer& quantizer) {
     const auto [done, is_new] =
@@ -590,7 +592,7 @@ class Exporter {
     return elements;
   }
 
-  // As the model has them.
+  // The codes in the order of the model.
   static std::vector<uint8_t> CodesIn(const QuantizedWeight& quantized,
                                       const QuantizeResult& result) {
     if (!quantized.is_transposed) {
@@ -616,7 +618,7 @@ class Exporter {
   // would leave no room for the products in int32, as those of a channel that
   // is always off. As ONNX Runtime's own tools do.
   void RaiseScales(const files::OnnxModel& model) {
-    // Of each scale, by the weight.
+    // Doublings of each scale, by weight.
     std::map<std::string, std::vector<int>> doublings;
     for (const files::OnnxModules::Bias& bias : modules_->Biases()) {
       const files::OnnxModel::Quantizer* weight = nullptr;
@@ -702,7 +704,7 @@ class Exporter {
     return nullptr;
   }
 
-  // Whether the weight and the input of the layer become integers, and the bias
+  // True if the weight and the input of the layer become integers, and the bias
   // has no encoding of its own.
   bool FindLayer(const files::OnnxModules::Bias& bias,
                  const files::OnnxModel::Quantizer** weight,
@@ -722,7 +724,7 @@ class Exporter {
     if (input.scale.size() != 1) {
       return "the input of its layer has several scales";
     }
-    // What the layer computes with.
+    // The activation has the type that the layer computes with.
     const std::optional<files::OnnxModel::Activation> activation =
         model.FindActivation(bias.activations[0]);
     if (!activation.has_value() || activation->dtype != files::Dtype::kF32 ||
@@ -736,10 +738,10 @@ class Exporter {
                : "the weight of its layer has no single scale for each output";
   }
 
-  // As ONNX Runtime's own tools do: sums of products of codes are in units of
-  // the product of the scales.
+  // Quantizes biases as ONNX Runtime's own tools do: sums of products of codes
+  // are in units of the product of the scales.
   void QuantizeBiases(files::OnnxModel* model) {
-    // Those that stay although weight and input are integers, by the reason.
+    // Biases that stay although weight and input are integers, by the reason.
     std::map<std::string, std::vector<std::string>> kept;
     for (const files::OnnxModules::Bias& bias : modules_->Biases()) {
       const files::OnnxModel::Quantizer* weight = nullptr;

@@ -24,7 +24,7 @@
 namespace quantd::cli {
 namespace {
 
-// Those that say what is in a file.
+// Extensions that say what is in a file.
 constexpr absl::string_view kExtensions[] = {
     ".safetensors", ".npy", ".npz", ".gguf", ".onnx", ".pt",  ".pth",
     ".bin",         ".h5",  ".pkl", ".json", ".html", ".csv", ".zip",

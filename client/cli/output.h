@@ -1,4 +1,4 @@
-// Where a command writes: -o and --force, and what they may name.
+// The output of a command: -o and --force, and what they may name.
 
 #ifndef QUANTD_CLIENT_CLI_OUTPUT_H_
 #define QUANTD_CLIENT_CLI_OUTPUT_H_
@@ -26,7 +26,7 @@ struct OutputOptions {
     return force ? files::IfExists::kReplace : files::IfExists::kRefuse;
   }
 
-  // Whether the command may write a file there, to be asked before it does
+  // Checks that the command may write a file there; to be called before it does
   // anything else. `inputs` are the files that it reads, of data and of
   // options, which need not be there; `extension` is that of what it writes,
   // such as ".json": another one that stands for a format is refused. From then
@@ -34,18 +34,18 @@ struct OutputOptions {
   // ARGUMENT_INVALID, FILE_EXISTS, FILE_UNWRITABLE.
   absl::Status CheckFile(const std::vector<std::string>& inputs,
                          absl::string_view extension, Session* session) const;
-  // The same for a folder, of which it writes some files: these are not looked
-  // at.
+  // Like CheckFile for a folder, of which the command writes some files: these
+  // are not looked at.
   absl::Status CheckFolder(const std::vector<std::string>& inputs) const;
 };
 
-// Whether there is anything at the path, be it a link to nothing.
+// True if there is anything at the path, be it a link to nothing.
 bool FileExists(const std::string& path);
 
 // Names in a folder, in order; none where it cannot be read.
 std::vector<std::string> FilesIn(const std::string& folder);
 
-// Whether both paths lead to one file or folder.
+// True if both paths lead to one file or folder.
 bool IsSameFile(const std::string& a, const std::string& b);
 
 }  // namespace quantd::cli

@@ -25,7 +25,7 @@
 namespace quantd::cli {
 namespace {
 
-// What lies beside codes in the layouts of others.
+// Ends of the names of tensors that lie beside codes in the layouts of others.
 constexpr absl::string_view kBeside[] = {
     "_scale",        "_scale_inv",        "_scale_2",        ".scale",
     ".scales",       "_scales",           "_zero_point",     "_absmax",
@@ -59,7 +59,7 @@ constexpr absl::string_view kOfCodes[] = {".qweight",
                                           ".trellis",
                                           ".suh",
                                           ".svh"};
-// As AutoGPTQ and AutoAWQ call theirs.
+// Files in which AutoGPTQ and AutoAWQ keep their configuration.
 constexpr const char* kPlainConfigFiles[] = {"quantize_config.json",
                                              "quant_config.json"};
 
@@ -67,7 +67,7 @@ bool HasCodes(const files::FileTensor* tensor) {
   return tensor != nullptr && !ElementTypeOf(tensor->dtype).has_value();
 }
 
-// Whether a tensor is a matrix of a type that codes have.
+// True if a tensor is a matrix of a type that codes have.
 bool IsCodeMatrix(const files::FileTensor& tensor) {
   switch (tensor.dtype) {
     case files::Dtype::kU8:
@@ -146,7 +146,7 @@ absl::Status QuantizedError(const std::string& path, absl::string_view what,
                              "codes"));
 }
 
-// Whether quantctl reads what other programs have quantized.
+// True if quantctl reads the codes of other programs in the input.
 bool IsRead(const TensorInput& input, const std::string& path) {
   const absl::StatusOr<std::vector<files::CodedTensor>> coded =
       ReadCoded(input, path);

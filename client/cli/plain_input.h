@@ -12,23 +12,22 @@
 
 namespace quantd::cli {
 
-// As config.json calls compressed-tensors.
+// The name of compressed-tensors in config.json.
 constexpr char kCompressedMethod[] = "compressed-tensors";
 
-// What config.json, quantize_config.json, quant_config.json or
-// hf_quant_config.json in a model's folder, or beside a file, says of how the
-// model is quantized; empty where they say nothing.
+// The quantization method of a model, from config.json, quantize_config.json,
+// quant_config.json or hf_quant_config.json in its folder, or beside a file;
+// empty where they say nothing.
 // Errors: of ReadConfig.
 absl::StatusOr<std::string> QuantizationMethod(const std::string& path);
 
-// Whether the input has plain tensors alone; what somebody has quantized is not
-// to be quantized again, scales and all. `path` is what the input was opened
-// as.
+// Checks that the input has plain tensors alone; a quantized input is not to be
+// quantized again, scales and all. `path` is what the input was opened as.
 // Errors: FILE_UNSUPPORTED, with what to do: `more` says what the command has
 // for it; those of ReadConfig.
 absl::Status CheckPlain(const TensorInput& input, const std::string& path,
                         absl::string_view more = "");
-// The same by the tensors alone.
+// Like CheckPlain, by the tensors alone.
 absl::Status CheckNoCodes(const TensorInput& input, const std::string& path,
                           absl::string_view more = "");
 

@@ -27,7 +27,7 @@ size_t ControlSizeBytes(absl::string_view text) {
   return is_embedding || is_isolate ? 3 : 0;
 }
 
-// Of one character of UTF-8, of at most 3 bytes.
+// The code point of one character of UTF-8, of at most 3 bytes.
 unsigned CodePoint(absl::string_view bytes) {
   unsigned value = static_cast<unsigned char>(bytes[0]);
   if (bytes.size() > 1) value &= 0x1F;

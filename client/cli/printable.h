@@ -14,7 +14,8 @@ namespace quantd::cli {
 // left as it is.
 std::string Printable(absl::string_view text);
 
-// The same for a JSON document in UTF-8, which stays one: they become \uNNNN.
+// Like Printable for a JSON document in UTF-8, which stays one: control
+// characters become \uNNNN.
 std::string PrintableJson(absl::string_view text);
 
 }  // namespace quantd::cli

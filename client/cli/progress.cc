@@ -97,7 +97,7 @@ void Progress::Draw(absl::string_view what) {
     absl::StrAppend(&line, "  ", DurationText(seconds / share * (1 - share)),
                     " left");
   }
-  // What is left of the line; a line end would leave the bar behind.
+  // The name gets the rest of the line; a line end would leave the bar behind.
   const size_t width = StderrWidth();
   if (line.size() + 3 < width) {
     absl::StrAppend(&line, "  ",

@@ -45,7 +45,7 @@ std::vector<std::string> SchemeNames() {
   return names;
 }
 
-// What the input is, and what the files of the output are.
+// Adds the options for the input and for the files of the output.
 // Returns --layout.
 const Option* AddFileOptions(Command* command, QuantizeOptions* options) {
   AddInputArgument(command, &options->input);
@@ -109,7 +109,7 @@ const Option* AddShareOptions(Command* command, QuantizeOptions* options) {
   return part;
 }
 
-// What becomes of which tensors. Returns --store.
+// Adds the options that decide what becomes of which tensors. Returns --store.
 const Option* AddTensorOptions(Command* command, QuantizeOptions* options) {
   options->name.AddOptions(command, /*required=*/false);
   options->spec.takes_gguf_types = true;
@@ -226,7 +226,8 @@ class Quantizer {
       status = Write();
       const absl::Status unchanged = files::CheckMappedFiles();
       if (!unchanged.ok()) status = unchanged;
-      // What is written whole by now may not be what somebody keeps.
+      // The output may be whole by now, but whoever stopped the run may not
+      // keep it.
       if (status.ok() && InterruptNote::stopped()) {
         status = absl::CancelledError("stopped");
       }
@@ -259,7 +260,7 @@ class Quantizer {
     return absl::OkStatus();
   }
 
-  // What is said if the run is stopped now.
+  // Sets the message for a run that is stopped now.
   void SetNote() {
     interrupt_note_.Set(UnfinishedText(options_, plan_, server_.get()));
   }
@@ -338,7 +339,7 @@ class Quantizer {
         server_->draft() == nullptr) {
       return;
     }
-    // What was under way when the run was stopped may be stored too.
+    // Encodings under way when the run was stopped may be stored too.
     const bool is_dropped =
         InterruptNote::stopped()
             ? !plan_.is_published

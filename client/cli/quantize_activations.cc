@@ -188,7 +188,7 @@ std::vector<TieGroup> FindFused(const QuantizePlan& plan) {
   return *FindTiedTensors(TieOptions(), tensors);
 }
 
-// Whether the rows of a matrix in blocks end within one.
+// True if the rows of a matrix in blocks end within a block.
 bool IsRagged(const files::FileTensor& tensor, const Json& weights) {
   return weights["strategy"] == "block" &&
          tensor.shape[0] % weights["block_structure"][0].get<int64_t>() != 0;
@@ -212,7 +212,7 @@ std::vector<int64_t> PartRows(const files::FileTensor& tensor,
   return {attention->queries, attention->keys, attention->keys};
 }
 
-// Whether one of these, but for the last, ends within a block.
+// True if one of these parts, but for the last, ends within a block.
 bool IsRaggedInside(const files::FileTensor& tensor, const Json& weights,
                     const std::optional<AttentionRows>& attention) {
   if (weights["strategy"] != "block") return false;
@@ -254,8 +254,8 @@ std::vector<std::string> FindRagged(
   return labels;
 }
 
-// Of the tensors that are quantized: what config.json says of the module, and
-// of its inputs.
+// Schemes of the tensors that are quantized: what config.json says of the
+// module, and of its inputs.
 using Schemes =
     absl::flat_hash_map<const files::FileTensor*, std::pair<Json, Json>>;
 
@@ -316,14 +316,14 @@ std::vector<std::string> FindUnlikeExperts(const std::vector<TieGroup>& fused,
   return labels;
 }
 
-// That fused tensors have the same scheme or none.
+// Checks that fused tensors have the same scheme or none.
 // Errors: ARGUMENT_INVALID.
 absl::Status CheckFused(const Schemes& schemes,
                         const std::vector<TieGroup>& fused,
                         const QuantizePlan& plan) {
   std::vector<std::string> unlike;
   for (const TieGroup& group : fused) {
-    // What is wrong with a tensor is told by itself.
+    // A tensor with an error reports it by itself.
     if (std::any_of(group.tensors.begin(), group.tensors.end(),
                     [&plan](const files::FileTensor* const tensor) {
                       return !plan.outcomes.at(tensor->name).status.ok();

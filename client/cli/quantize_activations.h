@@ -1,5 +1,5 @@
-// What a compressed-tensors model says of the inputs of its modules, and of the
-// cache of keys and values.
+// The quantization of inputs of modules, and of the cache of keys and values,
+// in a compressed-tensors model.
 
 #ifndef QUANTD_CLIENT_CLI_QUANTIZE_ACTIVATIONS_H_
 #define QUANTD_CLIENT_CLI_QUANTIZE_ACTIVATIONS_H_
@@ -11,12 +11,12 @@
 
 namespace quantd::cli {
 
-// What --scheme stands for goes to the options that are not given, and what
-// does not go together is refused.
+// Sets the options that are not given to those that --scheme stands for, and
+// refuses options that do not go together.
 // Errors: ARGUMENT_INVALID.
 absl::Status ApplyScheme(QuantizeOptions* options);
 
-// Whether stored encodings of activations may be needed.
+// True if stored encodings of activations may be needed.
 bool NeedsActivations(const QuantizeOptions& options);
 
 // Sets what the plan says of inputs and of the cache. Numbers come from stored

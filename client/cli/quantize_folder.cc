@@ -43,7 +43,7 @@
 namespace quantd::cli {
 namespace {
 
-// Of files that hold the weights as they were.
+// Extensions of files that hold the weights as they were.
 constexpr absl::string_view kWeightExtensions[] = {
     ".safetensors", ".index.json", ".bin",  ".pt",        ".pth",
     ".ckpt",        ".gguf",       ".onnx", ".onnx_data", ".h5",
@@ -51,11 +51,11 @@ constexpr absl::string_view kWeightExtensions[] = {
 constexpr size_t kCopiedAtOnce = 1 << 20;
 constexpr size_t kMostFolderNames = 10;
 
-// What says how the input was quantized is not of the output.
+// Files that say how the input was quantized: they do not belong to the output.
 constexpr absl::string_view kNotBeside[] = {
     "hf_quant_config.json", "quant_config.json", "quantize_config.json"};
 
-// Whether a file goes with the tensors of a model.
+// True if a file goes with the tensors of a model.
 bool IsBeside(absl::string_view name) {
   return std::find(std::begin(kNotBeside), std::end(kNotBeside), name) ==
              std::end(kNotBeside) &&
@@ -105,7 +105,7 @@ absl::Status CopyFile(const std::string& from, const std::string& to) {
   return source.bad() ? files::FileUnreadableError(from, EIO) : file->Commit();
 }
 
-// Whether the config.json of a folder is of a compressed-tensors model.
+// True if the config.json of a folder is that of a compressed-tensors model.
 bool IsOfCompressed(const std::string& folder) {
   const absl::StatusOr<Json> document = ReadConfig(folder, kModelConfigName);
   if (!document.ok()) return false;

@@ -17,7 +17,8 @@
 
 namespace quantd::cli {
 
-// Where the output is one file, most of it does nothing. Not thread-safe.
+// The folder of the output. Where the output is one file, most of it does
+// nothing. Not thread-safe.
 class QuantizeFolder {
  public:
   // All must stay.
@@ -46,12 +47,12 @@ class QuantizeFolder {
   std::string OutputPath(absl::string_view name) const;
   // A shard that quantctl wrote and that is none of this run.
   bool IsStaleShard(const std::string& name) const;
-  // What the shards are made of now has no use any more.
+  // Removes the parts that the shards are made of, which have no use any more.
   void RemoveParts() const;
-  // What a folder has beside its tensors, such as a tokenizer and code: with
-  // compressed-tensors, whose folder is a model that others load, it is copied,
-  // with folders that have no weights and those of modules. One line names the
-  // rest.
+  // Copies the files of a folder beside its tensors, such as a tokenizer and
+  // code, with compressed-tensors, whose folder is a model that others load.
+  // Folders that have no weights and those of modules are copied too. One line
+  // names the rest.
   absl::Status CopyBesides() const;
   // The folders of further modules that a model of sentence-transformers lists,
   // such as 1_Pooling.
@@ -59,7 +60,7 @@ class QuantizeFolder {
   // The paths, from the input on, of what is in one of its folders and is not
   // hidden.
   std::vector<std::string> FilesOf(const std::string& folder) const;
-  // Whether a folder of the input has files alone, and no weights.
+  // True if a folder of the input has files alone, and no weights.
   bool IsFolderBeside(const std::string& name) const;
   // False for what is no file, or that another file is in the place of.
   // `name`  the path from the input on.

@@ -38,7 +38,7 @@ namespace {
 constexpr char kFileTypeKey[] = "general.file_type";
 constexpr char kSplitKeys[] = "split.";
 constexpr char kVersionKey[] = "general.quantization_version";
-// Of the layout of blocks.
+// Version of the layout of blocks.
 constexpr uint32_t kVersion = 2;
 
 // The file, whose places follow from shapes and types.
@@ -228,14 +228,14 @@ class GgufOutput {
   const Session& session_;
   QuantizePlan& plan_;
   Shard& shard_;
-  // Of all tensors of the shard.
+  // Entries of all tensors of the shard.
   std::vector<files::GgufEntry> entries_;
-  // Those that are quantized, and their indices among the entries.
+  // Tensors that are quantized, and their indices among the entries.
   std::vector<TensorTask> tasks_;
   std::vector<size_t> quantized_;
-  // Of each task, whether a minimum was rounded.
+  // By task: true if a minimum was rounded.
   std::vector<uint8_t> is_rounded_;
-  // Indices of those whose blocks are made here, and of the others.
+  // Indices of entries whose blocks are made here, and of the copied ones.
   std::vector<size_t> made_;
   std::vector<size_t> copied_;
   std::unique_ptr<files::GgufBuilder> builder_;

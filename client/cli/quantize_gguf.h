@@ -13,7 +13,8 @@
 
 namespace quantd::cli {
 
-// What GGUF has no place for, and what has a place nowhere else.
+// Refuses options that GGUF has no place for, and options for GGUF alone with
+// another output.
 // Errors: ARGUMENT_INVALID.
 absl::Status CheckGgufOptions(const QuantizeOptions& options,
                               const SpecSet& specs);

@@ -1,4 +1,4 @@
-// What the command line says to `quantctl quantize`.
+// The options of `quantctl quantize`.
 
 #ifndef QUANTD_CLIENT_CLI_QUANTIZE_OPTIONS_H_
 #define QUANTD_CLIENT_CLI_QUANTIZE_OPTIONS_H_
@@ -40,7 +40,7 @@ struct QuantizeOptions {
   SpecOptions spec;
   TensorFilter filter;
   std::string layout = "quantd";
-  // Whether the command line has it.
+  // True if the command line has --layout.
   bool has_layout = false;
   std::string scheme;
   // Empty until ApplyScheme.
@@ -53,7 +53,8 @@ struct QuantizeOptions {
   std::string nan_policy;
   TieFlags ties;
   RoundingOptions rounding;
-  // Where the statistics of layers' inputs are, for rounding and for specs with
+  // The place of the statistics of layers' inputs, for rounding and for specs
+  // with
   // importance. Resolved after ResolveInputs; without a model if none is given.
   InputsOptions inputs;
   // The file of --importance.
@@ -65,11 +66,11 @@ struct QuantizeOptions {
   StreamsOption streams = {2};
   PartOptions parts;
 
-  // Whether the output is a compressed-tensors model.
+  // True if the output is a compressed-tensors model.
   bool IsCompressed() const { return layout != "quantd"; }
-  // As CompressedModel has it.
+  // The `packs_all` of CompressedModel.
   bool PacksAll() const { return layout == "pack-quantized"; }
-  // Whether the output is a GGUF file.
+  // True if the output is a GGUF file.
   bool IsGguf() const { return !IsCompressed() && IsGgufPath(output.path); }
 };
 

@@ -1,5 +1,5 @@
-// What `quantctl quantize` works on: shards, what becomes of their tensors, and
-// what files tell of that to later runs.
+// The work of `quantctl quantize`: shards, the outcomes of their tensors, and
+// what files tell later runs of those.
 
 #ifndef QUANTD_CLIENT_CLI_QUANTIZE_OUTCOME_H_
 #define QUANTD_CLIENT_CLI_QUANTIZE_OUTCOME_H_
@@ -24,12 +24,12 @@
 
 namespace quantd::cli {
 
-// What became of one tensor.
+// The outcome of one tensor.
 struct Outcome {
   // A tensor that failed is copied, like one that was not selected.
   absl::Status status;
   bool is_quantized = false;
-  // Of the codes; an encoding may have turned to the unsigned format.
+  // Format of the codes; an encoding may have turned to the unsigned format.
   std::string format;
   uint64_t output_bytes = 0;
   uint64_t clipped_low_count = 0;
@@ -55,12 +55,12 @@ using Outcomes = absl::flat_hash_map<std::string, Outcome>;
 // The input's path and the options that decide on the codes: a run goes on in a
 // folder whose shards have its own, and replaces no others.
 constexpr char kCommandKey[] = "quantctl.command";
-// What a shard was made from and how; with the same, an earlier run's is kept.
-// Not there where a tensor failed.
+// Stands for what a shard was made from and how. A run with the same one keeps
+// the shard of an earlier run. Absent where a tensor failed.
 constexpr char kRunKey[] = "quantctl.run";
 // XXH3 of its data, in hexadecimal; there where kRunKey is.
 constexpr char kChecksumKey[] = "quantctl.checksum";
-// What became of the tensors of a shard: an object of their names, and of
+// Outcomes of the tensors of a shard: an object of their names, and of
 // RecordOf.
 constexpr char kTensorsKey[] = "quantctl.tensors";
 // The schemes of a compressed-tensors shard.
@@ -73,17 +73,17 @@ std::string MetadataOf(const files::SafetensorsReader& file, const char* key);
 
 // The value of kChecksumKey.
 std::string ChecksumText(uint64_t checksum);
-// Whether a file of that path still has the data that its checksum is of, all
-// of which this reads. Errors: FILE_MALFORMED.
+// Checks that a file of that path still has the data that its checksum is of;
+// reads all of them. Errors: FILE_MALFORMED.
 absl::Status CheckData(const files::SafetensorsReader& file,
                        const std::string& path);
 
-// What a shard tells of a quantized tensor.
+// The record of a quantized tensor in its shard.
 Json RecordOf(const Outcome& outcome);
 // Nothing where the record is not sound.
 std::optional<Outcome> ParseRecord(const Json& record);
 
-// What a compressed-tensors shard tells of its modules.
+// The records of modules in a compressed-tensors shard.
 struct ModuleRecords {
   // Scheme by module.
   Json modules;
@@ -105,25 +105,25 @@ struct Shard {
   std::string name;
   std::string output_path;
   std::vector<const files::FileTensor*> selected;
-  // Those that become blocks of GGUF without the server, with their types.
+  // Tensors that become blocks of GGUF without the server, with their types.
   std::vector<std::pair<const files::FileTensor*, const files::GgufType*>>
       blocks;
-  // What a compressed-tensors shard has of the caches of keys and values,
+  // Tensors for the caches of keys and values in a compressed-tensors shard,
   // whether their projections are quantized or not.
   std::vector<CompressedData> cache;
-  // As the metadata have them.
+  // Values of kCommandKey and kRunKey.
   std::string command;
   std::string run;
-  // Of the output.
+  // For the file of the output.
   files::IfExists if_exists = files::IfExists::kRefuse;
-  // Of another part.
+  // The shard belongs to another part.
   bool is_skipped = false;
   // An earlier run has done it.
   bool is_kept = false;
   // It is in its place, kept or new.
   bool is_written = false;
   uint64_t file_bytes = 0;
-  // Of a compressed-tensors shard.
+  // Schemes of the modules of a compressed-tensors shard.
   Json modules = Json::object();
   // Tensors whose numbers its layout rounds.
   int64_t rounded_count = 0;

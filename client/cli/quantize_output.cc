@@ -50,7 +50,7 @@ std::string DumpText(const Json& json) {
   return json.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
-// Where one tensor that is quantized lies in the file.
+// The place in the file of one quantized tensor.
 struct TensorPlace {
   uint64_t order;
   // One of these, as the layout has it.
@@ -123,12 +123,12 @@ class Output {
     return static_cast<uint64_t>(status.st_size);
   }
 
-  // Whether later runs are to know the file.
+  // True if later runs are to know the file.
   bool HasRecords() const {
     return plan_.is_folder || target_.part.has_value();
   }
 
-  // Gives what the file will have its place.
+  // Reserves a place for all that the file will have.
   absl::Status Reserve() {
     const absl::flat_hash_set<const files::FileTensor*> selected(
         target_.tensors.begin(), target_.tensors.end());
@@ -380,12 +380,12 @@ class Output {
   Shard& shard_;
   QuantizePlan& plan_;
   std::unique_ptr<files::SafetensorsBuilder> builder_;
-  // What is quantized, and where it lies.
+  // Quantized tensors, and their places.
   std::vector<TensorTask> tasks_;
   std::vector<TensorPlace> places_;
-  // What is not, with its index in the builder.
+  // Other tensors, with their indices in the builder.
   std::vector<std::pair<const files::FileTensor*, size_t>> copies_;
-  // The same of Shard::cache.
+  // Shard::cache, with the indices in the builder.
   std::vector<std::pair<const CompressedData*, size_t>> cache_;
   // See CompressedModel; of the parts that were taken.
   int64_t joined_rounded_count_ = 0;

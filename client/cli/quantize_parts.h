@@ -1,6 +1,6 @@
 // Shares of one `quantctl quantize` that different processes do.
 //
-// Where the shards can be shared out evenly, a part has whole ones and writes
+// If the shards can be shared out evenly, a part has whole ones and writes
 // them where they belong. Otherwise it has a range of the tensors; of a shard
 // that is not all its own it leaves SHARD.part-I-of-N, a safetensors file that
 // --join puts together with the others.
@@ -36,7 +36,7 @@ absl::StatusOr<Part> ParsePart(absl::string_view text);
 // "I/N".
 std::string PartText(const Part& part);
 
-// What one part does of one shard.
+// The tensors of one shard that one part does.
 struct Share {
   int64_t part = 0;
   std::vector<const files::FileTensor*> tensors;

@@ -77,7 +77,7 @@ absl::Status CheckIndex(const QuantizeOptions& options,
   return absl::OkStatus();
 }
 
-// What is to be said of an input that is not plain.
+// Advice on an input that is not plain.
 constexpr char kTakeRequantize[] = ", or take --requantize, which does both";
 
 // Takes the codes of other programs for floats, where that is asked for, in
@@ -106,13 +106,13 @@ void ReindexDecoded(const CodedInput& coded,
   }
 }
 
-// What tells of tensors what they do not.
+// Files that say of tensors what these do not say themselves.
 constexpr const char* kCopiedConfigFiles[] = {
     "config.json", "hf_quant_config.json", "quant_config.json",
     "quantize_config.json"};
 
-// What the floats of each shard were made of: all files that hold a part of one
-// of its tensors, and the configuration.
+// Sources of the floats of each shard: all files that hold a part of one of its
+// tensors, and the configuration.
 std::map<std::string, std::set<std::string>> SourcesOf(
     const CodedInput& coded, const QuantizeOptions& options,
     const std::map<std::string, std::string>& weight_map) {
@@ -142,7 +142,7 @@ std::map<std::string, std::set<std::string>> SourcesOf(
 // looked for in all together.
 absl::Status CheckFolder(const QuantizeOptions& options) {
   const absl::StatusOr<TensorInput> input = TensorInput::Open(options.input);
-  // What is wrong with the folder comes up where its shards are opened.
+  // A fault of the folder comes up where its shards are opened.
   if (!input.ok()) return absl::OkStatus();
   return CheckPlain(*input, options.input, kTakeRequantize);
 }
@@ -244,7 +244,7 @@ absl::Status CheckName(const QuantizePlan& plan, const std::string& name) {
       absl::StrCat("the file has a tensor \"", name, "\" of its own"));
 }
 
-// The same of those that a quantized tensor takes.
+// Checks the names that a quantized tensor takes.
 absl::Status CheckNames(const QuantizeOptions& options,
                         const QuantizePlan& plan,
                         const files::FileTensor& tensor) {
@@ -273,7 +273,7 @@ absl::Status CheckNames(const QuantizeOptions& options,
   return absl::OkStatus();
 }
 
-// The same of what says how inputs and the cache are quantized.
+// Checks the names of tensors that say how inputs and the cache are quantized.
 absl::Status CheckAddedNames(const QuantizePlan& plan) {
   absl::Status status;
   for (const std::unique_ptr<Shard>& shard : plan.shards) {
@@ -291,8 +291,8 @@ absl::Status CheckAddedNames(const QuantizePlan& plan) {
   return status;
 }
 
-// Whether the output can hold a tensor that is quantized; what is wrong of this
-// one alone goes to `tensor_status`.
+// Checks that the output can hold a tensor that is quantized. An error of this
+// tensor alone goes to `tensor_status`.
 absl::Status CheckSelected(const QuantizeOptions& options,
                            const QuantizePlan& plan, const TensorInput& input,
                            const files::FileTensor& tensor,
@@ -309,14 +309,14 @@ absl::Status CheckSelected(const QuantizeOptions& options,
   if (spec.ok() && options.IsGguf()) {
     const absl::Status status =
         GgufEntryOf(options.output.path, input, tensor, &*spec).status();
-    // What the command says is wrong of more than this tensor.
+    // A fault of the command concerns more than this tensor.
     if (absl::IsInvalidArgument(status)) return status;
     tensor_status->Update(status);
   }
   return absl::OkStatus();
 }
 
-// Whether somebody asked for this tensor and not only for all, as a mixture
+// True if somebody asked for this tensor and not only for all, as a mixture
 // does.
 bool IsNamed(const QuantizeOptions& options, const SpecSet& specs,
              const std::string& tensor) {
@@ -328,9 +328,9 @@ bool IsNamed(const QuantizeOptions& options, const SpecSet& specs,
                      });
 }
 
-// Whether the tensor becomes blocks of GGUF without the server: sets *type.
-// Sets *is_copied for one that no type has whole blocks for. What becomes of
-// such tensors is what llama.cpp does, but for those that are copied.
+// Sets *type if the tensor becomes blocks of GGUF without the server. Sets
+// *is_copied for one that no type has whole blocks for. Such tensors become
+// what llama.cpp makes of them, but for those that are copied.
 absl::Status FindBlocks(const QuantizeOptions& options,
                         const files::FileTensor& tensor, QuantizePlan* plan,
                         const files::GgufType** type, bool* is_copied) {
@@ -435,7 +435,7 @@ constexpr absl::string_view kSiglipModules[] = {
 struct UnquantizedLayer {
   // Suffixes of their names, behind that of the layer.
   std::array<absl::string_view, 4> modules;
-  // Those of them that tell the kind of the layer: it has both.
+  // The modules that tell the kind of the layer: it has both.
   std::array<absl::string_view, 2> marks;
 };
 
@@ -461,7 +461,7 @@ bool IsOfUnquantizedLayer(const QuantizePlan& plan, absl::string_view module) {
   return false;
 }
 
-// Whether the module is in a vision tower that vLLM builds without
+// True if the module is in a vision tower that vLLM builds without
 // quantization. That of Llama 4 has no convolution of patches, those of
 // InternVL and its kin, of which it quantizes some, are beside mlp1, and that
 // of DeepSeek-VL2 is beside a projector of its name. Others, which it
@@ -475,14 +475,14 @@ bool IsOfVision(const QuantizePlan& plan, absl::string_view module) {
           plan.Find("mlp1.1.weight") != nullptr);
 }
 
-// Whether the module projects what comes out of torch's MultiheadAttention,
+// True if the module projects what comes out of torch's MultiheadAttention,
 // which reads the weight itself.
 bool IsOfTorchAttention(const QuantizePlan& plan, absl::string_view module) {
   return absl::ConsumeSuffix(&module, ".out_proj") &&
          plan.Find(absl::StrCat(module, ".in_proj_weight")) != nullptr;
 }
 
-// Whether a matrix is one of SigLIP that vLLM builds without quantization for
+// True if a matrix is one of SigLIP that vLLM builds without quantization for
 // its size, as Gemma 3 has them.
 bool IsOfRaggedSiglip(const files::FileTensor& tensor) {
   constexpr int64_t kMultiple = 64;
@@ -491,7 +491,7 @@ bool IsOfRaggedSiglip(const files::FileTensor& tensor) {
                         [](int64_t size) { return size % kMultiple != 0; });
 }
 
-// Whether a matrix is X.gate.weight, the router of experts: of X.experts, or of
+// True if a matrix is X.gate.weight, the router of experts: of X.experts, or of
 // stacks X.Y of as many matrices as it has rows (Step3). Others of this name,
 // as RWKV has them, are like any Linear.
 bool IsGateOfExperts(const QuantizePlan& plan, const files::FileTensor& gate) {
@@ -517,7 +517,7 @@ bool IsGateOfExperts(const QuantizePlan& plan, const files::FileTensor& gate) {
 constexpr absl::string_view kConv1dModules[] = {".c_attn", ".q_attn", ".c_proj",
                                                 ".c_fc", ".c_fc2"};
 
-// Whether the model has such weights. Other models have modules of these names,
+// True if the model has such weights. Other models have modules of these names,
 // whose weights lie [out, in]: c_attn, with queries, keys and values, tells.
 bool HasConv1d(const QuantizePlan& plan) {
   for (const std::unique_ptr<Shard>& shard : plan.shards) {
@@ -547,7 +547,7 @@ bool MatchesAnyOf(absl::string_view pattern,
                      });
 }
 
-// Whether a tensor that is selected stays as it is. The defaults give way to
+// True if a tensor that is selected stays as it is. The defaults give way to
 // whoever names the tensor.
 bool IsIgnored(const QuantizeOptions& options, const QuantizePlan& plan,
                const files::FileTensor& tensor) {
@@ -565,7 +565,7 @@ bool IsIgnored(const QuantizeOptions& options, const QuantizePlan& plan,
           IsGateOfExperts(plan, tensor));
 }
 
-// Whether a tensor that is selected can be no weight of a Linear, which is all
+// True if a tensor that is selected can be no weight of a Linear, which is all
 // that vLLM has quantized layers for. Stacks of experts are weights of several.
 // Gives way to whoever names the tensor.
 bool IsNoLinear(const QuantizeOptions& options, const SpecSet& specs,
@@ -730,7 +730,7 @@ absl::Status WeighAll(
   return absl::OkStatus();
 }
 
-// What this run writes: all shards, or a part of them.
+// Sets the targets of this run: all shards, or a part of them.
 void MakeTargets(QuantizePlan* plan) {
   std::vector<std::vector<Share>> shares;
   if (plan->part.has_value()) {
@@ -747,8 +747,8 @@ void MakeTargets(QuantizePlan* plan) {
         [plan](const Share& share) { return share.part == plan->part->index; });
     shard->is_skipped = own == shares[i].end();
     if (shard->is_skipped) continue;
-    // Of a shard of its own also what is not quantized. A single file is there
-    // once it is joined, never before.
+    // A part that has a shard to itself covers also what is not quantized. A
+    // single file is there once it is joined, never before.
     if (shares[i].size() == 1 && plan->is_folder) {
       plan->targets.push_back({shard, shard->selected, shard->output_path});
       for (const files::FileTensor& tensor : shard->input.tensors()) {

@@ -1,5 +1,5 @@
-// What one `quantctl quantize` has to do: which tensors of the input, and which
-// files of the output.
+// The plan of one `quantctl quantize`: which tensors of the input it takes, and
+// which files of the output it writes.
 
 #ifndef QUANTD_CLIENT_CLI_QUANTIZE_PLAN_H_
 #define QUANTD_CLIENT_CLI_QUANTIZE_PLAN_H_
@@ -40,17 +40,17 @@ constexpr char kConv1dText[] =
 // One file that a run writes: a shard, or a part of one.
 struct Target {
   Shard* shard;
-  // Those that are quantized.
+  // Tensors that are quantized.
   std::vector<const files::FileTensor*> tensors;
   std::string path;
-  // Of a part.
+  // For the file of a part.
   files::IfExists if_exists = files::IfExists::kRefuse;
   // Nothing for the whole shard.
   std::optional<Part> part = std::nullopt;
   // An earlier run has written that part.
   bool is_kept = false;
 
-  // Whether nothing is to be done.
+  // True if nothing is to be done.
   bool IsDone() const { return is_kept || shard->is_kept; }
 };
 
@@ -61,9 +61,9 @@ struct PlannedRounding {
   std::string state;
 };
 
-// What is to be done, and what became of it so far.
+// The plan of a run, and its outcomes so far.
 struct QuantizePlan {
-  // Whether the output is one.
+  // True if the output is a folder.
   bool is_folder = false;
   SpecSet specs;
   // Tensors of bfloat16 with the base have scales of that type; see
@@ -72,10 +72,10 @@ struct QuantizePlan {
   // Nothing for all.
   std::optional<Part> part;
   std::vector<std::unique_ptr<Shard>> shards;
-  // Of the input, tensor to shard; empty where it has no index.
+  // Shard by tensor, from the index of the input; empty where it has no index.
   std::map<std::string, std::string> weight_map;
   std::vector<Target> targets;
-  // Of all shards, whatever the part.
+  // Groups of all shards, whatever the part.
   std::vector<TieGroup> ties;
   // Compensated ones, by tensor.
   std::map<std::string, PlannedRounding> roundings;
@@ -89,10 +89,10 @@ struct QuantizePlan {
   std::vector<std::string> named_unweighted;
   // Tensors of the input that became one for each expert.
   std::vector<FusedExperts> experts;
-  // Of compressed-tensors: config.json of the input's folder, an empty object
+  // For compressed-tensors: config.json of the input's folder, an empty object
   // without one, ...
   Json config = Json::object();
-  // ... those of the modules, by their tensors, ...
+  // ... the inputs of the modules, by their tensors, ...
   absl::flat_hash_map<std::string, ModuleInputs> inputs;
   // ... "kv_cache_scheme", ...
   Json kv_cache;
@@ -119,8 +119,8 @@ struct QuantizePlan {
   absl::flat_hash_set<const files::FileTensor*> scope;
   // Has all tensors from the beginning; different ones may change at once.
   Outcomes outcomes;
-  // What is said of tensors that are not quantized as it was asked for: without
-  // elements, or without whole blocks of the GGUF type; and of files of earlier
+  // Notes on tensors that are not quantized as it was asked for: without
+  // elements, or without whole blocks of the GGUF type; and on files of earlier
   // runs that are damaged.
   std::vector<std::string> notes;
   // Likewise, of those that --include or a pattern of --spec names and that are
@@ -128,24 +128,25 @@ struct QuantizePlan {
   std::vector<std::string> left_out_notes;
   // Everything is in its place.
   bool is_complete = false;
-  // Of the draft: whether it is known not to have all encodings, and whether
+  // State of the draft: whether it is known not to have all encodings, and
+  // whether
   // readers see them.
   bool is_lacking = false;
   bool is_published = false;
 
-  // Whether this run has to do with the tensor.
+  // True if this run has to do with the tensor.
   bool IsInScope(const files::FileTensor& tensor) const {
     return !part.has_value() || scope.contains(&tensor);
   }
   // A tensor of any shard; null where there is none.
   const files::FileTensor* Find(const std::string& name) const;
-  // Whether one of the shards has that name in its folder.
+  // True if one of the shards has that name in its folder.
   bool HasShard(const std::string& name) const;
   bool AnyFailed() const;
   bool AnyFailed(const Shard& shard) const;
   // Requires: a tensor that is quantized.
   EncodingSpec SpecOf(const files::FileTensor& tensor) const;
-  // Whether importance weighs its errors.
+  // True if importance weighs its errors.
   // Requires: as SpecOf.
   bool IsWeighed(const files::FileTensor& tensor) const;
 };

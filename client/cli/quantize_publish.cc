@@ -68,7 +68,7 @@ class Publisher {
   }
 
  private:
-  // Whether an earlier run has done it all.
+  // True if an earlier run has done it all.
   absl::StatusOr<bool> IsPublished(const TensorSet& drafted) const {
     if (!drafted.empty() ||
         !std::all_of(plan_.shards.begin(), plan_.shards.end(),
@@ -126,7 +126,7 @@ class Publisher {
                         json == written->metadata().end() ? "" : json->second);
       if (!quantized.ok()) return quantized.status();
       Encoding encoding = quantized->Whole();
-      // As the server sets it where it knows the shape.
+      // The server sets the scale shape like this where it knows the shape.
       const std::vector<int64_t> block_size(encoding.block_size().begin(),
                                             encoding.block_size().end());
       const absl::StatusOr<std::vector<int64_t>> scale_shape =

@@ -29,7 +29,7 @@
 namespace quantd::cli {
 namespace {
 
-// What is counted of all tensors.
+// Totals of all tensors.
 struct Totals {
   size_t tensor_count = 0;
   uint64_t before = 0;
@@ -42,11 +42,11 @@ struct Totals {
   uint64_t infinity_count = 0;
   std::set<std::string> formats;
   std::vector<TensorError> errors;
-  // Of those, what is in the output as it was.
+  // Failed tensors that the output has as they were.
   uint64_t copied_count = 0;
 };
 
-// What is counted of all shards.
+// Totals of all shards.
 struct ShardTotals {
   uint64_t kept = 0;
   uint64_t written = 0;
@@ -153,7 +153,8 @@ void PrintRefused(const QuantizeOptions& options,
   }
 }
 
-// Of an output that is complete.
+// The text on an output that is complete, but whose encodings are not
+// published.
 std::string UnpublishedText(const QuantizeOptions& options,
                             const QuantizePlan& plan,
                             const DraftRevision& draft) {
@@ -170,7 +171,7 @@ std::string UnpublishedText(const QuantizeOptions& options,
                       how);
 }
 
-// Of one run, as it is now. Not thread-safe.
+// The report of one run, as it is now. Not thread-safe.
 class RunReport {
  public:
   RunReport(const QuantizeOptions& options, const QuantizePlan& plan,
@@ -352,7 +353,7 @@ class RunReport {
         "\n");
   }
 
-  // What becomes of other elements too.
+  // Says what becomes of the other elements too.
   static absl::string_view LostBlocksText(const Outcome& outcome) {
     return absl::StartsWith(outcome.format, "mx")
                ? ": all elements of their blocks become NaN"
@@ -466,7 +467,7 @@ class RunReport {
     }
   }
 
-  // What of a compressed-tensors model its user may not expect.
+  // Prints what the user may not expect of a compressed-tensors model.
   void PrintModel() const {
     if (!plan_.ignored.empty() && !options_.has_ignore && !session_.quiet) {
       session_.PrintError(
@@ -501,7 +502,7 @@ class RunReport {
     }
   }
 
-  // What vLLM makes of a compressed-tensors model.
+  // Warnings of what vLLM makes of a compressed-tensors model.
   std::vector<std::string> Warnings() const {
     std::vector<std::string> warnings;
     if (!plan_.ragged.empty()) {
@@ -588,7 +589,7 @@ class RunReport {
                           : "; --keep-going leaves such tensors as they are"));
   }
 
-  // What there is of an output that is not complete, or not published.
+  // Prints what there is of an output that is not complete, or not published.
   void PrintUnfinished() const {
     const DraftRevision* const draft =
         server_ == nullptr ? nullptr : server_->draft();

@@ -1,4 +1,4 @@
-// What `quantctl quantize` says of a run: a table or JSON, and notes.
+// The report of `quantctl quantize` on a run: a table or JSON, and notes.
 
 #ifndef QUANTD_CLIENT_CLI_QUANTIZE_REPORT_H_
 #define QUANTD_CLIENT_CLI_QUANTIZE_REPORT_H_
@@ -27,8 +27,8 @@ void ReportError(const absl::Status& error, const QuantizeOptions& options,
 void ReportRefused(const absl::Status& error, const QuantizeOptions& options,
                    Session* session);
 
-// What there is of an output that is not complete, or not published. One line,
-// also where there is nothing.
+// Says what there is of an output that is not complete, or not published. One
+// line, also where there is nothing.
 std::string UnfinishedText(const QuantizeOptions& options,
                            const QuantizePlan& plan,
                            const QuantizeServer* server);

@@ -56,7 +56,7 @@ std::string SpecFingerprint(const SpecTemplate& spec) {
                       absl::StrJoin(spec.granularity.block_size, ","));
 }
 
-// What decides on the codes, whatever is in the input now.
+// A text of all that decides on the codes, whatever is in the input now.
 std::string CommandText(const QuantizeOptions& options, const SpecSet& specs) {
   std::string text = absl::StrCat(options.layout, "\n", options.nan_policy);
   for (const SpecSet::Override& entry : specs.overrides) {
@@ -128,7 +128,7 @@ std::string PlaceOf(absl::string_view path) {
   return place;
 }
 
-// What tells the contents of a file from those of another time.
+// A text that tells the contents of a file from those of another time.
 std::string FileText(const std::string& path) {
   struct stat status;
   if (stat(path.c_str(), &status) != 0) return "";
@@ -172,8 +172,8 @@ class Earlier {
   Earlier(const QuantizeOptions& options, QuantizePlan* plan)
       : options_(options), plan_(*plan) {}
 
-  // What an earlier run of the same command wrote is kept, or done again; of
-  // anything else nothing is replaced without --force.
+  // Keeps or does again what an earlier run of the same command wrote. Replaces
+  // nothing else without --force.
   absl::Status CheckFolder() {
     bool has_own = false;
     for (const std::unique_ptr<Shard>& shard : plan_.shards) {
@@ -291,7 +291,7 @@ class Earlier {
     return CheckData(*reader, shard.output_path);
   }
 
-  // The same of shard number i.
+  // Checks the parts of shard number i.
   absl::Status CheckPartsOf(size_t i, std::vector<std::string>* missing) {
     const Shard& shard = *plan_.shards[i];
     const std::vector<Part> parts = FindParts(shard);
@@ -353,8 +353,8 @@ class Earlier {
     return true;
   }
 
-  // Whether a file has the data that were written, all of which this reads;
-  // says so where it does not.
+  // True if a file has the data that were written; reads all of them. Makes a
+  // note where it does not.
   bool IsIntact(const files::SafetensorsReader& written,
                 const std::string& path) {
     if (CheckData(written, path).ok()) return true;
@@ -364,7 +364,7 @@ class Earlier {
     return false;
   }
 
-  // Whether an earlier run has written that shard; takes over what it tells.
+  // True if an earlier run has written that shard; takes over what it tells.
   bool Keep(const files::SafetensorsReader& written, Shard* shard) {
     if (MetadataOf(written, kRunKey) != shard->run || plan_.AnyFailed(*shard)) {
       return false;
@@ -407,7 +407,7 @@ void SetKeys(const QuantizeOptions& options, const std::string& server,
   std::string text =
       absl::StrCat(command, "\n", options.name.model, "\n",
                    options.name.revision, "\n", options.evaluate, "\n",
-                   // Where the encodings are.
+                   // The place of the encodings.
                    options.store ? server : "", "\n");
   absl::StrAppend(&text, FileText(shard->input_path));
   for (const std::string& source : shard->sources) {
@@ -442,7 +442,7 @@ void SetKeys(const QuantizeOptions& options, const std::string& server,
     absl::StrAppend(&text, "experts ", experts.name, " ", experts.is_transposed,
                     "\n");
   }
-  // What others have decides on a scale too.
+  // The other tensors of a group decide on its scale too.
   for (const TieGroup& group : plan.ties) {
     if (!HasAnyOf(group, *shard)) continue;
     absl::StrAppend(&text, "tie ", group.label, "\n");

@@ -1,5 +1,6 @@
-// What earlier runs of `quantctl quantize` left in the output: this run keeps
-// what it would write again, and replaces nothing that is somebody else's.
+// The results of earlier runs of `quantctl quantize` in the output: this run
+// keeps what it would write again, and replaces nothing that is somebody
+// else's.
 
 #ifndef QUANTD_CLIENT_CLI_QUANTIZE_RESUME_H_
 #define QUANTD_CLIENT_CLI_QUANTIZE_RESUME_H_
@@ -17,9 +18,9 @@ namespace quantd::cli {
 void SetKeys(const QuantizeOptions& options, const std::string& server,
              const QuantizePlan& plan, Shard* shard);
 
-// What the encodings of all shards, and of all parts, are made from.
+// Stands for what the encodings of all shards, and of all parts, are made from.
 std::string RunKey(const QuantizePlan& plan);
-// The same of a run that writes to `output`: equal runs that write elsewhere
+// The RunKey of a run that writes to `output`: equal runs that write elsewhere
 // have another.
 std::string OwnRunKey(const QuantizePlan& plan, const std::string& output);
 

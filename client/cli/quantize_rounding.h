@@ -1,4 +1,5 @@
-// Which tensors `quantctl quantize` rounds for the output of their layer.
+// Finds the tensors that `quantctl quantize` rounds for the output of their
+// layer.
 
 #ifndef QUANTD_CLIENT_CLI_QUANTIZE_ROUNDING_H_
 #define QUANTD_CLIENT_CLI_QUANTIZE_ROUNDING_H_
@@ -28,7 +29,7 @@ void ResolveInputs(bool has_model, QuantizeOptions* options);
 absl::Status CheckRounding(const QuantizeOptions& options,
                            const SpecSet& specs);
 
-// Whether the statistics of inputs are read.
+// True if the statistics of inputs are read.
 bool NeedsInputs(const QuantizeOptions& options, const SpecSet& specs);
 
 // Sets the plan's roundings by the statistics of inputs that are stored, and

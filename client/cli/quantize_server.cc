@@ -90,7 +90,7 @@ absl::Status QuantizeServer::Quantize(const TensorSink& sink,
                                       Progress* progress) {
   internal::QuantizeEngine::Work work;
   work.count = tasks->size();
-  // Of a run that fails no encoding may come after its draft is deleted.
+  // In a run that fails, no encoding may come after its draft is deleted.
   work.takes_all_under_way =
       options_.store && options_.output.IsStandardOutput();
   work.size_bytes = [tasks](size_t i) {
@@ -147,7 +147,7 @@ QuantizeJob QuantizeServer::MakeJob(TensorTask* task) {
 
 bool QuantizeServer::IsTooLarge(const absl::Status& status,
                                 const TensorTask& task) const {
-  // What else the server would hold is not in an encoding.
+  // Other data that the server would hold are not in an encoding.
   return internal::CannotHold(status) && task.outer_maximum.empty() &&
          internal::CanFindEncoding(task.spec,
                                    MakeTensor(*task.tensor, TensorName())) &&
@@ -208,7 +208,7 @@ void QuantizeServer::Evaluate(EvaluateStream* stream, TensorTask* task) const {
   job.candidates.push_back({task->spec, "", task->outer_maximum, {}});
   // It would be much to send.
   job.omit_encodings = true;
-  // What reports have.
+  // Metrics that reports have.
   job.metrics = {v1::ERROR_METRIC_MEAN_SQUARED_ERROR,
                  v1::ERROR_METRIC_MAX_ABSOLUTE_ERROR, v1::ERROR_METRIC_SQNR_DB};
   stream->Send(job);

@@ -1,5 +1,5 @@
-// What one `quantctl quantize` asks of the server: the codes of its tensors,
-// and a draft for their encodings.
+// The requests of one `quantctl quantize` to the server: the codes of its
+// tensors, and a draft for their encodings.
 
 #ifndef QUANTD_CLIENT_CLI_QUANTIZE_SERVER_H_
 #define QUANTD_CLIENT_CLI_QUANTIZE_SERVER_H_
@@ -68,7 +68,7 @@ class QuantizeServer {
                         Progress* progress) ABSL_LOCKS_EXCLUDED(mutex_);
 
   Client* client() const { return connections_.first(); }
-  // Where encodings are stored; null where they are not.
+  // The draft where encodings are stored; null where they are not stored.
   const DraftRevision* draft() const {
     return draft_.has_value() ? &*draft_ : nullptr;
   }
@@ -81,10 +81,10 @@ class QuantizeServer {
 
  private:
   QuantizeJob MakeJob(TensorTask* task);
-  // Those of `sink`; scales are counted on their way.
+  // Sets the sinks of `sink`; scales are counted on their way.
   static void SetSinks(const TensorSink& sink, size_t i, const TensorTask& task,
                        QuantizeJob* job);
-  // Whether an error is that the server cannot hold the tensor, which it need
+  // True if an error says that the server cannot hold the tensor, which it need
   // not where it is given the encoding.
   bool IsTooLarge(const absl::Status& status, const TensorTask& task) const;
   // Calibrates the tensor first, from histograms where the method needs them,

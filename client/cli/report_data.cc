@@ -96,7 +96,7 @@ Distribution DistributionOf(const v1::StatisticsState& state) {
   const double width =
       (result.last_edge - result.first_edge) / static_cast<double>(kBins);
   const auto index_of = [&](double number) -> size_t {
-    // Of ends that are next to each other, or too far apart for their distance.
+    // The ends are next to each other, or too far apart for their distance.
     if (width <= 0 || !std::isfinite(width)) return 0;
     const double index = std::floor((number - result.first_edge) / width);
     return static_cast<size_t>(

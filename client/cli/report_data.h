@@ -1,4 +1,4 @@
-// What the page of a report shows of the statistics of a tensor.
+// The statistics of a tensor that the page of a report shows.
 
 #ifndef QUANTD_CLIENT_CLI_REPORT_DATA_H_
 #define QUANTD_CLIENT_CLI_REPORT_DATA_H_
@@ -13,7 +13,7 @@ namespace quantd::cli {
 // Elements by linear bins between the smallest and the largest, and the ends
 // between which all but a thousandth of them lie. Plain value.
 struct Distribution {
-  // Where the first bin begins and the last one ends.
+  // The beginning of the first bin and the end of the last one.
   double first_edge = 0;
   double last_edge = 0;
   std::vector<double> counts;
@@ -21,12 +21,13 @@ struct Distribution {
   double high = 0;
 };
 
-// Of all scale indices together. A bin of the state that lies in several of
+// The distribution of all scale indices together. A bin of the state that lies
+// in several of
 // the result is shared out evenly. A state that is not sound gives one without
 // counts.
 Distribution DistributionOf(const v1::StatisticsState& state);
 
-// What the finite elements of all scale indices are like. Plain value.
+// A summary of the finite elements of all scale indices. Plain value.
 struct Summary {
   // Exact up to the last bits. NaN where there is no element, or where a sum
   // of squares is not sound.

@@ -19,7 +19,7 @@ namespace {
 
 struct RevisionsOptions {
   std::string model;
-  // What is published, or deleted.
+  // The revision to publish or delete.
   std::string revision;
   std::string target = "main";
   bool keep_others = false;

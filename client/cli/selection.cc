@@ -66,8 +66,8 @@ absl::Status CheckPattern(absl::string_view option, const std::string& pattern,
                                            count, why_not));
 }
 
-// Of `patterns` the first that matches a name takes it. One that takes none
-// would be dropped without a word.
+// Checks that each of `patterns` takes a name: the first that matches a name
+// takes it. One that takes none would be dropped without a word.
 absl::Status CheckEachTakes(absl::string_view option,
                             const std::vector<std::string>& patterns,
                             const std::vector<std::string>& names) {
@@ -133,7 +133,7 @@ absl::StatusOr<Tensors> SelectTensors(
   if (specs != nullptr) {
     std::vector<std::string> patterns;
     for (const SpecSet::Override& entry : specs->overrides) {
-      // Of a line of a mixture the command may say something else.
+      // The command may replace a line of a mixture.
       const bool is_replaced =
           entry.is_from_file &&
           std::any_of(specs->overrides.data(), &entry,

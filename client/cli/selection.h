@@ -1,5 +1,5 @@
-// Which tensors of its inputs a command takes, and what it says of those that
-// fail.
+// Selects the tensors that a command takes from its inputs, and reports those
+// that fail.
 
 #ifndef QUANTD_CLIENT_CLI_SELECTION_H_
 #define QUANTD_CLIENT_CLI_SELECTION_H_
@@ -26,8 +26,8 @@ absl::StatusOr<std::vector<const files::FileTensor*>> SelectTensors(
     const std::vector<const TensorInput*>& inputs, const TensorFilter& filter,
     const SpecSet* specs);
 
-// The same of one input, without the tensors that have no elements: there is
-// nothing to measure. Says which they are.
+// Like SelectTensors for one input, without the tensors that have no elements:
+// there is nothing to measure. Says which they are.
 // Errors: also ARGUMENT_INVALID when none is left.
 absl::StatusOr<std::vector<const files::FileTensor*>> SelectMeasurable(
     const TensorInput& input, const TensorFilter& filter, const SpecSet* specs,
@@ -35,12 +35,12 @@ absl::StatusOr<std::vector<const files::FileTensor*>> SelectMeasurable(
 
 enum class Stored { kStatistics, kEncodings };
 
-// What patterns do that match one name: each of them selects it, or the first
-// takes it.
+// The rule for patterns that match one name: each of them selects it, or the
+// first takes it.
 enum class PatternRule { kAllSelect, kFirstTakes };
 
-// Whether each pattern matches the name of a tensor that has statistics, or an
-// encoding, on the server; with kFirstTakes whether each takes one. `option`
+// Checks that each pattern matches the name of a tensor that has statistics, or
+// an encoding, on the server; with kFirstTakes that each takes one. `option`
 // has the patterns. Who may not list names is not held up.
 // Errors: ARGUMENT_INVALID; those of the client.
 absl::Status CheckStoredPatterns(const char* option,
@@ -49,7 +49,7 @@ absl::Status CheckStoredPatterns(const char* option,
                                  Client* client,
                                  PatternRule rule = PatternRule::kAllSelect);
 
-// What became of a tensor that failed.
+// A tensor that failed.
 struct TensorError {
   std::string tensor;
   absl::Status status;
@@ -58,7 +58,7 @@ struct TensorError {
 // The first names, and how many more there are.
 std::string NamesText(std::vector<std::string> names);
 
-// What is said of a tensor of one dimension that has one scale, although the
+// A note on a tensor of one dimension that has one scale, although the
 // spec has one for each channel or group; empty for others.
 std::string OneScaleText(const SpecTemplate& spec,
                          const files::FileTensor& tensor);

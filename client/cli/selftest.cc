@@ -35,7 +35,7 @@
 namespace quantd::cli {
 namespace {
 
-// What there is a hash of for each case, in the order of the table.
+// Results of which there is a hash for each case, in the order of the table.
 constexpr const char* kResults[] = {"encoding", "codes", "reals", "metrics"};
 using Hashes = std::array<std::string, std::size(kResults)>;
 
@@ -101,7 +101,7 @@ std::string CodesHash(const QuantizeResult& result) {
 // The bits of NaN differ between processors: one stands for all.
 std::string RealsHash(ElementType type, absl::Span<const uint8_t> elements) {
   const auto size = static_cast<size_t>(ElementSizeBytes(type));
-  // Where the exponent is all ones and some bit behind it is not 0.
+  // In a NaN the exponent is all ones and some bit behind it is not 0.
   const uint64_t infinity = type == ElementType::kFloat64   ? 0x7FFull << 52
                             : type == ElementType::kFloat32 ? 0xFFull << 23
                             : type == ElementType::kFloat16 ? 0x1Full << 10
@@ -163,7 +163,7 @@ absl::Status RunAll(size_t count, std::unique_ptr<Stream> stream, Make make,
   return absl::OkStatus();
 }
 
-// What the server makes of all cases. Keeps all codes: some MB.
+// Hashes of what the server makes of all cases. Keeps all codes: some MB.
 absl::StatusOr<std::vector<Hashes>> Compute(
     const std::vector<SelftestCase>& cases, Client* client) {
   std::map<std::pair<SelftestData, ElementType>, std::vector<uint8_t>> inputs;

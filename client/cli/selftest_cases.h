@@ -1,4 +1,4 @@
-// What `quantctl selftest` sends: tensors that are the same on every machine.
+// The tensors that `quantctl selftest` sends: the same on every machine.
 
 #ifndef QUANTD_CLIENT_CLI_SELFTEST_CASES_H_
 #define QUANTD_CLIENT_CLI_SELFTEST_CASES_H_
@@ -23,7 +23,7 @@ enum class SelftestData {
 struct SelftestCase {
   // "int8:per-channel bfloat16": one of its own for each case.
   std::string name;
-  // As ParseSpec takes it.
+  // A spec for ParseSpec.
   std::string spec;
   ElementType type = ElementType::kFloat32;
   SelftestData data = SelftestData::kOrdinary;

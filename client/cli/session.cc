@@ -24,7 +24,7 @@
 namespace quantd::cli {
 namespace {
 
-// What to do about an error.
+// Advice on an error.
 struct NextStep {
   absl::string_view reason;
   absl::string_view text;
@@ -137,7 +137,7 @@ absl::StatusOr<std::unique_ptr<Client>> Session::Connect(
   options.retry_for = absl::Seconds(retry_seconds);
   retry_line_->SetQuiet(quiet);
   options.on_retry = [line = retry_line_](const Retry& retry) {
-    // What cannot be read cannot be sent, however often.
+    // A file that cannot be read cannot be sent, however often.
     const absl::Status unchanged = files::CheckMappedFiles();
     if (!unchanged.ok()) {
       line->Clear();
@@ -163,7 +163,7 @@ std::unique_ptr<Client> Session::ConnectOrFail() {
 }
 
 void Session::Fail(const absl::Status& error) {
-  // What comes of a file that was changed is not the error's fault.
+  // If a file was changed, that is reported, and not the error that it led to.
   const absl::Status unchanged = files::CheckMappedFiles();
   const absl::Status& status = unchanged.ok() ? error : unchanged;
   Note(ExitCodeOf(status));

@@ -1,4 +1,5 @@
-// What all commands share: global options, the connection, exit codes, output.
+// The parts that all commands share: global options, the connection, exit
+// codes, output.
 
 #ifndef QUANTD_CLIENT_CLI_SESSION_H_
 #define QUANTD_CLIENT_CLI_SESSION_H_
@@ -89,7 +90,7 @@ class Session {
       int64_t chunk_bytes = ClientOptions().chunk_bytes,
       bool shared_memory = false) const;
 
-  // The same; null when the error was reported as one of usage.
+  // Like Connect; null when the error was reported as one of usage.
   std::unique_ptr<Client> ConnectOrFail();
 
   // Attempts of the clients after the first one, so far.
@@ -97,7 +98,7 @@ class Session {
 
   // Reports the error that ends the run: to stderr, with --json as a document.
   void Fail(const absl::Status& status);
-  // The same for a command line that makes no sense.
+  // Like Fail for a command line that makes no sense.
   void FailUsage(const absl::Status& status);
   // Tells of a damaged row of a list, whose others are shown all the same.
   void TellDamage(const v1::TensorError& error);

@@ -32,7 +32,7 @@ namespace {
 constexpr absl::string_view kWeight = ".weight";
 constexpr absl::string_view kInputSuffix = ".input";
 
-// Whether a weight may have the tensor as its inputs.
+// True if a weight may have the tensor as its inputs.
 bool MayBeInputs(const std::string& tensor,
                  const std::map<std::string, std::string>& map) {
   return tensor == "input" || absl::EndsWith(tensor, kInputSuffix) ||
@@ -130,7 +130,7 @@ std::string StoredInputs::Of(const std::string& tensor) const {
   if (mapped != map_.end()) return Has(mapped->second) ? mapped->second : "";
   absl::string_view module = tensor;
   if (!absl::ConsumeSuffix(&module, kWeight)) {
-    // Of a module without a name.
+    // The weight of a module without a name.
     return tensor == "weight" && Has("input") ? "input" : "";
   }
   std::string own = absl::StrCat(module, kInputSuffix);

@@ -1,4 +1,4 @@
-// Where the stored inputs of a model's weights are.
+// Finds the stored inputs of a model's weights.
 
 #ifndef QUANTD_CLIENT_CLI_STORED_INPUTS_H_
 #define QUANTD_CLIENT_CLI_STORED_INPUTS_H_
@@ -45,7 +45,7 @@ absl::StatusOr<std::map<std::string, std::string>> ReadInputsMap(
 // The names under which a revision has features of inputs. Immutable.
 class StoredInputs {
  public:
-  // What inputs must have: a Gram matrix, or at least moments.
+  // Features that inputs must have: a Gram matrix, or at least moments.
   enum class Need { kGram, kMoments };
 
   // Errors: FILE_UNREADABLE, FILE_MALFORMED of the map; of the client.
@@ -70,7 +70,7 @@ class StoredInputs {
   std::string LabelOf(const std::string& tensor) const;
 
   std::map<std::string, std::string> map_;
-  // Of all statistics; usable ones have what is needed.
+  // States of all statistics; usable ones have what is needed.
   std::map<std::string, std::string> states_;
   std::set<std::string> usable_;
   std::vector<TiePattern> patterns_;
@@ -78,14 +78,14 @@ class StoredInputs {
   std::map<std::string, std::vector<std::string>> fused_;
 };
 
-// That no tensor has inputs there.
+// The error that no tensor has inputs there.
 absl::Status NoInputsError(const InputsOptions& options,
                            StoredInputs::Need need);
 
-// What was measured at the output of a layer, for its inputs.
+// The SQNR at the output of a layer that was measured for its inputs.
 double OutputSqnrDb(const v1::OutputNoise& noise);
 Json OutputNoiseJson(const v1::OutputNoise& noise);
-// That it is told too low; empty where it is not.
+// A note that some inputs were clipped; empty where none was.
 std::string ClippedInputsText(const std::string& tensor,
                               const v1::OutputNoise& noise);
 

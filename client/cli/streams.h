@@ -21,7 +21,7 @@ class Connections {
   explicit Connections(std::vector<std::unique_ptr<Client>> clients)
       : clients_(std::move(clients)) {}
 
-  // As the engine takes them; valid while this lives.
+  // The clients for the engine; valid while this lives.
   std::vector<Client*> clients() const;
   Client* first() const { return clients_[0].get(); }
 

@@ -1,4 +1,4 @@
-// What a sweep shows and writes, whatever it is made from.
+// The output of a sweep, whatever it is made from.
 
 #ifndef QUANTD_CLIENT_CLI_SWEEP_OUTPUT_H_
 #define QUANTD_CLIENT_CLI_SWEEP_OUTPUT_H_

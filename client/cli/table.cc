@@ -57,7 +57,7 @@ void Table::SortRows() {
 
 Table Table::InOneUnit() const {
   Table table = *this;
-  // Of columns of bytes, all titles, and all cells with a size.
+  // From columns of bytes: all titles, and all cells with a size.
   std::vector<std::string*> titles;
   std::vector<std::pair<std::string*, uint64_t>> sizes;
   uint64_t smallest = UINT64_MAX;

@@ -46,14 +46,14 @@ class Table {
   Table InOneUnit() const;
 
   std::vector<Column> columns_;
-  // Of one cell: a line.
+  // A row of one cell is a line.
   std::vector<std::vector<std::string>> rows_;
 };
 
 // For a column of bytes.
 std::string BytesCell(uint64_t bytes);
 
-// Whether `a` comes before `b` as people count: digits by their number, so that
+// True if `a` comes before `b` as people count: digits by their number, so that
 // layers.2 comes before layers.10, and all else by its bytes.
 bool NaturalLess(absl::string_view a, absl::string_view b);
 
@@ -67,8 +67,7 @@ std::string BytesText(uint64_t bytes);
 // "1,234,567".
 std::string CountText(uint64_t count);
 
-// What is to be said of a tensor whose codes do not tell: "has 2 NaN and 1
-// infinities".
+// A note on numbers that the codes do not show: "has 2 NaN and 1 infinities".
 std::string NotFiniteText(uint64_t nan_count, uint64_t infinity_count);
 
 // "[64,3,3,3]".

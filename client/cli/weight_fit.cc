@@ -37,7 +37,7 @@ bool IsFromExtremes(const v1::EncodingProvenance& provenance) {
           method == v1::CALIBRATION_METHOD_MIN_MAX);
 }
 
-// Whether the same can be computed again of the elements alone.
+// True if the same encoding can be computed again from the elements alone.
 bool IsFromElements(const v1::EncodingProvenance& provenance) {
   const v1::CalibrationMethod method = provenance.spec().method();
   return method == v1::CALIBRATION_METHOD_PERCENTILE ||
@@ -62,7 +62,7 @@ float LargestRatio(const Encoding& a, const Encoding& b) {
   return ratio;
 }
 
-// Whether no two zero points of the same index are further apart.
+// True if no two zero points of the same index are further apart.
 bool AreZeroPointsWithin(int distance, const Encoding& a, const Encoding& b) {
   return std::equal(a.zero_point().begin(), a.zero_point().end(),
                     b.zero_point().begin(), b.zero_point().end(),
@@ -103,7 +103,7 @@ absl::Status CheckLoss(const Tensor& weight, const v1::StoredEncoding& stored,
       expected_db, got_db));
 }
 
-// Of an encoding whose making is not known.
+// Checks an encoding whose making is not known.
 // Errors: ARGUMENT_INVALID: it clips much.
 absl::Status CheckClipped(const v1::QuantizeSummary& summary) {
   const uint64_t clipped =

@@ -1,4 +1,4 @@
-// Whether a stored encoding is one of this weight.
+// Checks that a stored encoding is one of this weight.
 
 #ifndef QUANTD_CLIENT_CLI_WEIGHT_FIT_H_
 #define QUANTD_CLIENT_CLI_WEIGHT_FIT_H_
@@ -16,7 +16,7 @@ struct FittedWeight {
   Encoding encoding;
   // The codes of the weight under it.
   QuantizeResult result;
-  // What the user has to know. Empty: the stored encoding fits.
+  // A note for the user. Empty: the stored encoding fits.
   std::string note;
 };
 
