@@ -33,6 +33,7 @@
 #include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
+#include "client/jobs/spec_options.h"
 #include "client/models/model_sweep.h"
 #include "client/models/spec_syntax.h"
 #include "nlohmann/json.hpp"
@@ -55,7 +56,7 @@ struct BenchOptions {
   double duration_seconds = 5;
   double warmup_seconds = 0.5;
   int64_t server_pid = 0;
-  SpecOptions spec;
+  jobs::SpecOptions spec;
 };
 
 // User and system time of this process in seconds.
@@ -351,7 +352,7 @@ void ReportBench(const BenchOptions& options, const Window& begin,
       {"chunk_bytes", options.chunk_bytes},
       {"tensor_bytes", static_cast<int64_t>(tensor_bytes)},
       {"spec",
-       options.spec.specs.empty() ? kDefaultSpec : options.spec.specs[0]},
+       options.spec.specs.empty() ? jobs::kDefaultSpec : options.spec.specs[0]},
       {"seconds", seconds},
       {"tensor_count", latencies.size()},
       {"gigabytes_per_second", gigabytes / seconds},
@@ -497,7 +498,7 @@ void AddBenchCommand(Command* quantctl, Session* session) {
       ->AddOption("--server-pid", &options->server_pid, "PID",
                   "Process of the server, to measure its CPU time")
       ->Positive();
-  options->spec.AddOptions(command);
+  AddSpecOptions(command, &options->spec);
   command->AddExample("quantctl bench --op quantize --spec int8:per-channel");
   command->OnRun([options, session] { RunBench(*options, session); });
 }

@@ -14,20 +14,25 @@
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/message_json.h"
-#include "client/cli/plain_input.h"
 #include "client/cli/progress.h"
-#include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_loop.h"
+#include "client/cli/tensor_notes.h"
 #include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
 #include "client/files/safetensors.h"
+#include "client/jobs/revision_name.h"
+#include "client/jobs/selection.h"
+#include "client/jobs/spec_options.h"
+#include "client/jobs/tensor_filter.h"
 #include "client/models/gram_steps.h"
+#include "client/models/plain_input.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tensor_input.h"
+#include "client/models/text.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -35,9 +40,9 @@ namespace {
 
 struct CalibrateOptions {
   std::string input;
-  NameOptions name;
-  SpecOptions spec;
-  TensorFilter filter;
+  jobs::RevisionName name;
+  jobs::SpecOptions spec;
+  jobs::TensorFilter filter;
   // Granularity of a contribution's statistics; a block size stands in its
   // place.
   std::string granularity = "default";
@@ -215,12 +220,12 @@ void RunCalibrate(const CalibrateOptions& options, Session* session) {
   if (!plain.ok()) return session->Fail(plain);
   ReportUnread(*input, options.filter, session);
   const absl::Status selects =
-      SelectTensors({&*input}, options.filter, &*specs).status();
+      jobs::SelectTensors({&*input}, options.filter, &*specs).status();
   if (!selects.ok()) return session->FailUsage(selects);
   // Patterns of specs say what has encodings, not what is counted. A source
   // that has seen no elements of a tensor is counted, too.
   const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
-      contributes ? SelectTensors({&*input}, options.filter, nullptr)
+      contributes ? jobs::SelectTensors({&*input}, options.filter, nullptr)
                   : SelectMeasurable(*input, options.filter, &*specs, session);
   if (!taken.ok()) return session->FailUsage(taken.status());
   if (contributes && !options.force_statistics) {
@@ -377,9 +382,9 @@ void AddCalibrateCommand(Command* quantctl, Session* session) {
       "that encodings are computed from later, and keep them on the server");
   const auto options = std::make_shared<CalibrateOptions>();
   AddInputArgument(command, &options->input);
-  options->name.AddOptions(command, /*required=*/false);
-  options->spec.AddOptions(command);
-  options->filter.AddOptions(command);
+  AddRevisionOptions(command, /*required=*/false, &options->name);
+  AddSpecOptions(command, &options->spec);
+  AddFilterOptions(command, &options->filter);
   const Option* const store = command->AddFlag(
       "--store,!--no-store", &options->store,
       "Keep the encodings (the default with --model); without a model under "

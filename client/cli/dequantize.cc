@@ -14,18 +14,14 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
-#include "client/cli/coded_input.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
-#include "client/cli/compressed_reader.h"
-#include "client/cli/output.h"
-#include "client/cli/plain_input.h"
+#include "client/cli/output_options.h"
 #include "client/cli/progress.h"
-#include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/streams.h"
 #include "client/cli/table.h"
-#include "client/cli/tensor_options.h"
+#include "client/cli/tensor_notes.h"
 #include "client/cpp/client.h"
 #include "client/cpp/element_bytes.h"
 #include "client/files/coded_tensor.h"
@@ -35,10 +31,18 @@
 #include "client/files/npy.h"
 #include "client/files/safetensors.h"
 #include "client/files/safetensors_builder.h"
+#include "client/jobs/connections.h"
+#include "client/jobs/errors.h"
+#include "client/jobs/output.h"
+#include "client/jobs/quantize_gguf.h"
+#include "client/models/coded_input.h"
+#include "client/models/compressed_reader.h"
+#include "client/models/plain_input.h"
 #include "client/models/quantized_checkpoint.h"
 #include "client/models/quantized_layout.h"
 #include "client/models/tensor_engine.h"
 #include "client/models/tensor_input.h"
+#include "client/models/text.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -50,7 +54,7 @@ constexpr int64_t kDecodeBytes = 4 << 20;
 
 struct DequantizeOptions {
   std::string input;
-  OutputOptions output;
+  jobs::OutputOptions output;
   bool keep_going = false;
   // On the machine of the server one keeps it busy.
   StreamsOption streams = {1};
@@ -117,8 +121,9 @@ class Dequantizer {
     if (IsGgufPath(options_.input)) return RunGguf();
     const absl::StatusOr<TensorInput> input = TensorInput::Open(options_.input);
     if (!input.ok()) return session_.Fail(input.status());
-    absl::Status status = options_.output.CheckFile(
-        input->paths(), IsNpy() ? ".npy" : ".safetensors", &session_);
+    absl::Status status =
+        CheckOutputFile(options_.output, input->paths(),
+                        IsNpy() ? ".npy" : ".safetensors", &session_);
     if (status.ok()) status = ReadAll(*input);
     if (!status.ok()) return FailEarly(status, &session_);
     if (!coded_.empty()) {
@@ -126,7 +131,7 @@ class Dequantizer {
       if (!status.ok()) return session_.Fail(status);
       return Report();
     }
-    const absl::StatusOr<Connections> connections =
+    const absl::StatusOr<jobs::Connections> connections =
         options_.streams.Connect(session_);
     if (!connections.ok()) return session_.FailUsage(connections.status());
     status = IsNpy() ? WriteOneNpy(*input, connections->first())
@@ -145,8 +150,8 @@ class Dequantizer {
     if (!reader.ok()) return session_.Fail(reader.status());
     absl::Status status = reader->CheckWhole(options_.input);
     if (!status.ok()) return session_.Fail(status);
-    status = options_.output.CheckFile(
-        {options_.input}, IsNpy() ? ".npy" : ".safetensors", &session_);
+    status = CheckOutputFile(options_.output, {options_.input},
+                             IsNpy() ? ".npy" : ".safetensors", &session_);
     if (status.ok()) status = CheckGgufTypes(*reader);
     if (!status.ok()) return FailEarly(status, &session_);
     status = IsNpy() ? WriteGgufNpy(*reader) : WriteGguf(*reader);
@@ -382,7 +387,7 @@ class Dequantizer {
   // Errors end the run and leave no output file; so does a tensor that fails,
   // unless the run is to keep going.
   absl::Status WriteFile(const TensorInput& input,
-                         const Connections& connections) {
+                         const jobs::Connections& connections) {
     const absl::StatusOr<std::unique_ptr<files::SafetensorsBuilder>> builder =
         files::SafetensorsBuilder::Create(options_.output.path,
                                           options_.output.if_exists());
@@ -545,7 +550,7 @@ class Dequantizer {
 
   // Writes the elements of each tensor to its place, as they come.
   absl::Status DequantizeAll(const std::vector<size_t>& places,
-                             const Connections& connections,
+                             const jobs::Connections& connections,
                              files::SafetensorsBuilder* builder) {
     uint64_t total_bytes = 0;
     for (const QuantizedTensor& tensor : tensors_) {
@@ -580,9 +585,8 @@ class Dequantizer {
       outcomes_[i].infinity_count = infinities[i].count();
       absl::MutexLock lock(&mutex);
       progress.Add(tensors_[i].codes.size(), tensors_[i].name);
-      const int code = ExitCodeOf(result.status());
-      return code == kUnreachable || code == kFileError ? result.status()
-                                                        : absl::OkStatus();
+      return jobs::EndsJob(result.status()) ? result.status()
+                                            : absl::OkStatus();
     };
     return internal::DequantizeEngine(connections.clients()).Run(work);
   }
@@ -697,10 +701,10 @@ void AddDequantizeCommand(Command* quantctl, Session* session) {
       ->AddArgument("file", &options->input, "FILE",
                     "safetensors file, the folder of a model, or .gguf file")
       ->Required();
-  options->output
-      .AddOptions(command,
-                  "safetensors file, .npy for a single tensor, or - for "
-                  "standard output")
+  AddOutputOptions(command,
+                   "safetensors file, .npy for a single tensor, or - for "
+                   "standard output",
+                   &options->output)
       ->Required();
   command->AddFlag("--keep-going", &options->keep_going,
                    "Write the output even if tensors fail, without these");

@@ -14,9 +14,9 @@
 #include "client/cli/message_json.h"
 #include "client/cli/printable.h"
 #include "client/cli/progress.h"
-#include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
+#include "client/cli/tensor_notes.h"
 #include "client/cli/tensor_options.h"
 #include "client/cli/tie_options.h"
 #include "client/cpp/client.h"
@@ -24,7 +24,12 @@
 #include "client/cpp/text_file.h"
 #include "client/files/errors.h"
 #include "client/files/json.h"
+#include "client/jobs/file_ties.h"
+#include "client/jobs/revision_name.h"
+#include "client/jobs/selection.h"
+#include "client/jobs/spec_options.h"
 #include "client/models/spec_syntax.h"
+#include "client/models/text.h"
 #include "client/models/tie_groups.h"
 #include "google/protobuf/util/json_util.h"
 #include "nlohmann/json.hpp"
@@ -33,12 +38,12 @@ namespace quantd::cli {
 namespace {
 
 struct EncodingsOptions {
-  NameOptions name;
+  jobs::RevisionName name;
   std::string tensor;
   std::string file = "-";
   std::string if_match;
-  SpecOptions spec;
-  TieFlags ties;
+  jobs::SpecOptions spec;
+  jobs::TieFlags ties;
   bool dry_run = false;
 };
 
@@ -275,9 +280,9 @@ void Compute(const EncodingsOptions& options, Session* session) {
   for (const v1::SpecOverride& entry : request->overrides()) {
     patterns.push_back(entry.pattern());
   }
-  absl::Status status =
-      CheckStoredPatterns("--spec", patterns, Stored::kStatistics, options.name,
-                          client.get(), PatternRule::kFirstTakes);
+  absl::Status status = jobs::CheckStoredPatterns(
+      "--spec", patterns, jobs::Stored::kStatistics, options.name, client.get(),
+      jobs::PatternRule::kFirstTakes);
   if (!status.ok()) return FailEarly(status, session);
   const absl::StatusOr<std::vector<NamedTies>> ties =
       AddTies(options, client.get(), &*request);
@@ -348,7 +353,7 @@ void AddEncodingsCommand(Command* quantctl, Session* session) {
   const auto add = [&](const char* name, const char* text,
                        void (*run)(const EncodingsOptions&, Session*)) {
     Command* const sub = command->AddCommand(name, text);
-    options->name.AddOptions(sub, /*required=*/true);
+    AddRevisionOptions(sub, /*required=*/true, &options->name);
     sub->OnRun([options, session, run] { run(*options, session); });
     return sub;
   };
@@ -357,10 +362,11 @@ void AddEncodingsCommand(Command* quantctl, Session* session) {
   Command* const compute =
       add("compute", "Compute encodings from stored statistics and store them",
           &Compute);
-  options->spec.AddOptions(compute);
-  options->ties.AddOptions(compute,
-                           "Tensors that share one outer scale, or one "
-                           "encoding where the spec has none");
+  AddSpecOptions(compute, &options->spec);
+  AddTieOptions(compute,
+                "Tensors that share one outer scale, or one "
+                "encoding where the spec has none",
+                &options->ties);
   compute->AddFlag("--dry-run", &options->dry_run,
                    "Show what to expect and store nothing");
   compute->AddExample(

@@ -16,17 +16,14 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "client/cli/coded_input.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
-#include "client/cli/importance_options.h"
-#include "client/cli/plain_input.h"
+#include "client/cli/input_options.h"
 #include "client/cli/progress.h"
-#include "client/cli/selection.h"
 #include "client/cli/session.h"
-#include "client/cli/stored_inputs.h"
 #include "client/cli/streams.h"
 #include "client/cli/table.h"
+#include "client/cli/tensor_notes.h"
 #include "client/cli/tensor_options.h"
 #include "client/cli/tie_options.h"
 #include "client/cpp/client.h"
@@ -35,11 +32,22 @@
 #include "client/files/gguf.h"
 #include "client/files/gguf_types.h"
 #include "client/files/safetensors.h"
+#include "client/jobs/connections.h"
+#include "client/jobs/file_ties.h"
+#include "client/jobs/importance.h"
+#include "client/jobs/revision_name.h"
+#include "client/jobs/selection.h"
+#include "client/jobs/spec_options.h"
+#include "client/jobs/stored_inputs.h"
+#include "client/jobs/tensor_filter.h"
+#include "client/models/coded_input.h"
 #include "client/models/gguf_blocks.h"
 #include "client/models/model_importance.h"
+#include "client/models/plain_input.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tensor_engine.h"
 #include "client/models/tensor_input.h"
+#include "client/models/text.h"
 #include "client/models/tie_groups.h"
 #include "client/models/two_passes.h"
 #include "nlohmann/json.hpp"
@@ -49,14 +57,14 @@ namespace {
 
 struct EvaluateOptions {
   std::string input;
-  NameOptions name;
-  TensorFilter filter;
+  jobs::RevisionName name;
+  jobs::TensorFilter filter;
   std::vector<std::string> candidates;
   bool with_distribution = false;
   // A file to compare with; empty for candidates.
   std::string reference;
-  TieFlags ties;
-  InputsOptions inputs;
+  jobs::TieFlags ties;
+  jobs::InputsOptions inputs;
   // The file of --importance.
   std::string importance;
   // On the machine of the server one keeps it busy.
@@ -120,7 +128,7 @@ absl::StatusOr<std::vector<Candidate>> ParseCandidates(
   std::vector<Candidate> candidates;
   if (!options.reference.empty()) return candidates;
   std::vector<std::string> texts = options.candidates;
-  if (texts.empty()) texts = {kDefaultSpec};
+  if (texts.empty()) texts = {jobs::kDefaultSpec};
   for (const std::string& text : texts) {
     absl::StatusOr<Candidate> candidate = ParseCandidate(text);
     if (!candidate.ok()) return candidate.status();
@@ -188,7 +196,7 @@ absl::Status LeaveOutNoBlocks(const EvaluateOptions& options,
     bool is_left_out = false;
     for (const Candidate& candidate : candidates) {
       if (candidate.is_stored) continue;
-      const std::string one_scale = OneScaleText(candidate.spec, *tensor);
+      const std::string one_scale = jobs::OneScaleText(candidate.spec, *tensor);
       if (!one_scale.empty()) {
         notes.push_back(absl::StrCat("quantctl: ", one_scale));
       }
@@ -327,8 +335,8 @@ absl::StatusOr<InputNames> FindInputs(
     Client* client, Session* session) {
   InputNames names;
   if (!options.inputs.IsGiven()) return names;
-  const absl::StatusOr<StoredInputs> stored =
-      StoredInputs::Read(options.inputs, StoredInputs::Need::kGram, client);
+  const absl::StatusOr<jobs::StoredInputs> stored = jobs::StoredInputs::Read(
+      options.inputs, jobs::StoredInputs::Need::kGram, client);
   if (!stored.ok()) return stored.status();
   std::vector<std::string> without;
   for (const files::FileTensor* const tensor : tensors) {
@@ -340,7 +348,7 @@ absl::StatusOr<InputNames> FindInputs(
     }
   }
   if (names.empty() && is_needed) {
-    return NoInputsError(options.inputs, StoredInputs::Need::kGram);
+    return jobs::NoInputsError(options.inputs, jobs::StoredInputs::Need::kGram);
   }
   if (!without.empty()) {
     session->PrintError(absl::StrCat(
@@ -360,12 +368,12 @@ absl::StatusOr<ModelImportance> FindCandidatesImportance(
     const EvaluateOptions& options, const std::vector<Candidate>& candidates,
     const std::vector<const files::FileTensor*>& tensors, Client* client,
     Session* session) {
-  InputsOptions inputs = options.inputs;
+  jobs::InputsOptions inputs = options.inputs;
   if (!inputs.IsGiven()) {
     inputs.model = options.name.model;
     inputs.revision = options.name.revision;
   }
-  const absl::StatusOr<FoundImportance> found = FindImportance(
+  const absl::StatusOr<jobs::FoundImportance> found = jobs::FindImportance(
       options.importance, inputs, tensors,
       [&candidates](const files::FileTensor& /*tensor*/) {
         std::vector<const SpecTemplate*> specs;
@@ -390,7 +398,7 @@ absl::Status EvaluateAll(
     const InputNames& inputs, const ModelImportance& importance,
     const std::vector<const files::FileTensor*>& tensors,
     const std::vector<TieGroup>& ties, const TensorInput* reference,
-    const Connections& connections, bool wants_all, bool shows_progress,
+    const jobs::Connections& connections, bool wants_all, bool shows_progress,
     std::vector<absl::StatusOr<EvaluateResult>>* results) {
   uint64_t total_bytes = 0;
   for (const files::FileTensor* const tensor : tensors) {
@@ -534,13 +542,13 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
   const absl::Status measured =
       LeaveOutNoBlocks(options, *candidates, session, &*taken, &left_out);
   if (!measured.ok()) return session->FailUsage(measured);
-  const absl::StatusOr<Connections> connections =
+  const absl::StatusOr<jobs::Connections> connections =
       options.streams.Connect(*session);
   if (!connections.ok()) return session->FailUsage(connections.status());
   if (compares) NoteMissing(*input, *reference, options, session);
-  const absl::StatusOr<InputNames> inputs =
-      FindInputs(options, *taken, /*is_needed=*/!HasImportance(*candidates),
-                 connections->first(), session);
+  const absl::StatusOr<InputNames> inputs = FindInputs(
+      options, *taken, /*is_needed=*/!HasImportance(*candidates),
+      connections->first(), session);
   if (!inputs.ok()) return FailEarly(inputs.status(), session);
   const absl::StatusOr<ModelImportance> importance = FindCandidatesImportance(
       options, *candidates, *taken, connections->first(), session);
@@ -569,7 +577,7 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
     row->push_back(DecibelText(metrics.sqnr_db()));
     if (has_inputs) {
       row->push_back(candidate == nullptr ? ""
-                                          : DecibelText(OutputSqnrDb(
+                                          : DecibelText(jobs::OutputSqnrDb(
                                                 OutputNoiseOf(*candidate))));
     }
     const auto add_error = [&](double error) {
@@ -611,13 +619,13 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
     }
     selected.push_back(&tensor);
   }
-  const absl::StatusOr<std::vector<TieGroup>> ties =
-      FindFileTies(options.ties,
-                   std::any_of(candidates->begin(), candidates->end(),
-                               [](const Candidate& candidate) {
-                                 return MayShareScale(candidate.spec.spec);
-                               }),
-                   selected);
+  const absl::StatusOr<std::vector<TieGroup>> ties = jobs::FindFileTies(
+      options.ties,
+      std::any_of(candidates->begin(), candidates->end(),
+                  [](const Candidate& candidate) {
+                    return MayShareScale(candidate.spec.spec);
+                  }),
+      selected);
   if (!ties.ok()) return session->FailUsage(ties.status());
   std::vector<absl::StatusOr<EvaluateResult>> results(selected.size());
   status = EvaluateAll(options, *candidates, *inputs, *importance, selected,
@@ -647,8 +655,8 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
                  {"shape", tensor.shape},
                  {"dtype", std::string(DtypeName(tensor.dtype))}};
     if (result->candidates_size() > 0) {
-      const std::string clipped =
-          ClippedInputsText(tensor.name, result->candidates(0).output_noise());
+      const std::string clipped = jobs::ClippedInputsText(
+          tensor.name, result->candidates(0).output_noise());
       if (!clipped.empty()) notes.push_back(clipped);
     }
     if (compares) {
@@ -697,12 +705,13 @@ void AddEvaluateCommand(Command* quantctl, Session* session) {
       command->AddOption("--reference", &options->reference, "FILE",
                          "Compare the tensors with those of this file instead, "
                          "which are taken to be exact");
-  Option* const inputs = options->inputs.AddOptions(
+  Option* const inputs = AddInputsOptions(
       command,
       "Also tell the error at the output of the layer, for the inputs whose "
       "Gram matrices are stored there: those of MODULE.weight under "
       "MODULE.input, or under that of a layer that runtimes fuse with it. "
-      "Specs with importance take the moments there; by default of --model");
+      "Specs with importance take the moments there; by default of --model",
+      &options->inputs);
   inputs->Excludes(reference);
   AddImportanceOption(command, &options->importance)->Excludes(reference);
   command->AddExample(
@@ -715,9 +724,9 @@ void AddEvaluateCommand(Command* quantctl, Session* session) {
       "  --spec int4:group:128:mse --inputs acme/net",
       "what the layers lose, too; quantctl calibrate --gram stores their "
       "inputs");
-  options->name.AddOptions(command, /*required=*/false);
-  options->filter.AddOptions(command);
-  options->ties.AddOptions(command, "Tensors that share one outer scale");
+  AddRevisionOptions(command, /*required=*/false, &options->name);
+  AddFilterOptions(command, &options->filter);
+  AddTieOptions(command, "Tensors that share one outer scale", &options->ties);
   options->streams.AddOption(command);
   command->OnRun([options, session] {
     if (options->inputs.text.empty() && !options->inputs.map.empty()) {

@@ -14,24 +14,28 @@
 #include "client/cli/imatrix_export.h"
 #include "client/cli/interchange.h"
 #include "client/cli/onnx_export.h"
-#include "client/cli/output.h"
+#include "client/cli/output_options.h"
 #include "client/cli/printable.h"
-#include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
+#include "client/cli/tensor_notes.h"
 #include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/files/atomic_file.h"
+#include "client/jobs/output.h"
+#include "client/jobs/revision_name.h"
+#include "client/jobs/selection.h"
+#include "client/models/text.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {
 
 struct ExportOptions {
-  NameOptions name;
+  jobs::RevisionName name;
   std::string format = "json";
-  OutputOptions output;
+  jobs::OutputOptions output;
   std::vector<std::string> include;
   std::vector<std::string> parameters;
   // Only for imatrix.
@@ -48,7 +52,7 @@ std::vector<std::string> ExportFormatNames() {
   return names;
 }
 
-absl::Status WriteOutput(const OutputOptions& output, int spool,
+absl::Status WriteOutput(const jobs::OutputOptions& output, int spool,
                          uint64_t size_bytes) {
   absl::StatusOr<files::AtomicFile> file =
       files::AtomicFile::Create(output.path, output.if_exists());
@@ -71,12 +75,13 @@ void ExportEncodings(const ExportOptions& options, Session* session) {
   for (const std::string& pattern : options.parameters) {
     request.add_parameter_patterns(pattern);
   }
-  absl::Status status = options.output.CheckFile({}, ".json", session);
+  absl::Status status = CheckOutputFile(options.output, {}, ".json", session);
   if (!status.ok()) return FailEarly(status, session);
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
-  status = CheckStoredPatterns("--include", options.include, Stored::kEncodings,
-                               options.name, client.get());
+  status = jobs::CheckStoredPatterns("--include", options.include,
+                                     jobs::Stored::kEncodings, options.name,
+                                     client.get());
   if (!status.ok()) return FailEarly(status, session);
   // Kept until it is whole: standard output has nothing of one that fails.
   const absl::StatusOr<int> spool = files::OpenUnnamedFile(options.output.path);
@@ -156,7 +161,7 @@ void AddExportCommand(Command* quantctl, Session* session) {
       "Write the encodings of a revision as a file of another project, or into "
       "an ONNX model; exits with 1 when a tensor had to be left out");
   const auto options = std::make_shared<ExportOptions>();
-  options->name.AddOptions(command, /*required=*/true);
+  AddRevisionOptions(command, /*required=*/true, &options->name);
   Option* const format =
       command
           ->AddOption("--format", &options->format, "",
@@ -172,8 +177,9 @@ void AddExportCommand(Command* quantctl, Session* session) {
                       "into, in place of --format")
           ->Excludes(format);
   options->output.path = std::string(files::kStandardOutput);
-  onnx->Needs(options->output.AddOptions(
-      command, "File to write; - for standard output, the default"));
+  onnx->Needs(AddOutputOptions(
+      command, "File to write; - for standard output, the default",
+      &options->output));
   command->AddOption("--include", &options->include, "PATTERN",
                      "Only tensors whose name matches this pattern (* and ?); "
                      "may be repeated");

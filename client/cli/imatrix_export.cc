@@ -19,19 +19,22 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "client/cli/interchange.h"
-#include "client/cli/llama_names.h"
-#include "client/cli/output.h"
+#include "client/cli/output_options.h"
 #include "client/cli/printable.h"
 #include "client/cli/progress.h"
-#include "client/cli/selection.h"
 #include "client/cli/session.h"
-#include "client/cli/stored_inputs.h"
 #include "client/cli/table.h"
-#include "client/cli/tensor_options.h"
+#include "client/cli/tensor_notes.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/files/imatrix.h"
+#include "client/jobs/output.h"
+#include "client/jobs/revision_name.h"
+#include "client/jobs/selection.h"
+#include "client/jobs/stored_inputs.h"
+#include "client/models/llama_names.h"
 #include "client/models/spec_syntax.h"
+#include "client/models/text.h"
 #include "client/models/tie_groups.h"
 #include "nlohmann/json.hpp"
 #include "quantd/v1/encoding_service.pb.h"
@@ -93,7 +96,7 @@ std::vector<std::string> WeightsOf(const std::string& module,
 // One run of `quantctl export --format imatrix`. Not thread-safe.
 class ImatrixExport {
  public:
-  ImatrixExport(const NameOptions& name,
+  ImatrixExport(const jobs::RevisionName& name,
                 const std::vector<std::string>& include, Client* client,
                 Session* session)
       : name_(name), include_(include), client_(*client), session_(*session) {}
@@ -101,7 +104,7 @@ class ImatrixExport {
   // Errors: of the client and of files.
   absl::Status Collect(const std::string& inputs_map) {
     const absl::StatusOr<std::map<std::string, std::string>> map =
-        ReadInputsMap(inputs_map);
+        jobs::ReadInputsMap(inputs_map);
     if (!map.ok()) return map.status();
     const absl::StatusOr<std::vector<v1::StatisticsEntry>> entries =
         client_.ListStatistics(name_.model, name_.revision);
@@ -195,7 +198,7 @@ class ImatrixExport {
     return absl::OkStatus();
   }
 
-  const NameOptions& name_;
+  const jobs::RevisionName& name_;
   const std::vector<std::string>& include_;
   Client& client_;
   Session& session_;
@@ -205,16 +208,16 @@ class ImatrixExport {
 
 }  // namespace
 
-void ExportImatrix(const NameOptions& name,
+void ExportImatrix(const jobs::RevisionName& name,
                    const std::vector<std::string>& include,
-                   const std::string& inputs_map, const OutputOptions& output,
-                   Session* session) {
-  absl::Status status = output.CheckFile({inputs_map}, ".gguf", session);
+                   const std::string& inputs_map,
+                   const jobs::OutputOptions& output, Session* session) {
+  absl::Status status = CheckOutputFile(output, {inputs_map}, ".gguf", session);
   if (!status.ok()) return FailEarly(status, session);
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
-  status = CheckStoredPatterns("--include", include, Stored::kStatistics, name,
-                               client.get());
+  status = jobs::CheckStoredPatterns(
+      "--include", include, jobs::Stored::kStatistics, name, client.get());
   if (!status.ok()) return FailEarly(status, session);
   ImatrixExport job(name, include, client.get(), session);
   status = job.Collect(inputs_map);

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "client/cli/output.h"
 #include "client/cli/session.h"
-#include "client/cli/tensor_options.h"
+#include "client/jobs/output.h"
+#include "client/jobs/revision_name.h"
 
 namespace quantd::cli {
 
@@ -20,10 +20,10 @@ constexpr char kImatrix[] = "imatrix";
 // inputs are left out.
 // `include`     patterns of stored tensors; empty for all.
 // `inputs_map`  file of --inputs-map, or empty.
-void ExportImatrix(const NameOptions& name,
+void ExportImatrix(const jobs::RevisionName& name,
                    const std::vector<std::string>& include,
-                   const std::string& inputs_map, const OutputOptions& output,
-                   Session* session);
+                   const std::string& inputs_map,
+                   const jobs::OutputOptions& output, Session* session);
 
 }  // namespace quantd::cli
 

@@ -17,12 +17,9 @@
 #include "absl/strings/string_view.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
-#include "client/cli/compressed_reader.h"
 #include "client/cli/interchange.h"
-#include "client/cli/plain_input.h"
 #include "client/cli/printable.h"
 #include "client/cli/session.h"
-#include "client/cli/table.h"
 #include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
@@ -35,15 +32,19 @@
 #include "client/files/onnx_tensors.h"
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
+#include "client/jobs/revision_name.h"
+#include "client/models/compressed_reader.h"
+#include "client/models/plain_input.h"
 #include "client/models/quantized_checkpoint.h"
 #include "client/models/tensor_input.h"
+#include "client/models/text.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {
 
 struct ImportOptions {
-  NameOptions name;
+  jobs::RevisionName name;
   std::string file;
   std::string format = "auto";
   std::string tensors;
@@ -413,7 +414,7 @@ void AddImportCommand(Command* quantctl, Session* session) {
           "a compressed-tensors, FP8, NVFP4, MXFP4, GPTQ or AWQ model; or a "
           ".gguf file, whose q8_0, q5_0 and q4_0 blocks have encodings")
       ->Required();
-  options->name.AddOptions(command, /*required=*/true);
+  AddRevisionOptions(command, /*required=*/true, &options->name);
   std::vector<std::string> formats = InterchangeFormatNames();
   formats.emplace_back("auto");
   command

@@ -12,6 +12,7 @@
 #include "client/cli/session.h"
 #include "client/cli/table.h"
 #include "client/cpp/client.h"
+#include "client/models/text.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {

@@ -21,9 +21,10 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "client/cli/interchange.h"
+#include "client/cli/output_options.h"
 #include "client/cli/printable.h"
-#include "client/cli/selection.h"
 #include "client/cli/table.h"
+#include "client/cli/tensor_notes.h"
 #include "client/cli/weight_fit.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
@@ -31,7 +32,9 @@
 #include "client/files/onnx_model.h"
 #include "client/files/onnx_modules.h"
 #include "client/files/onnx_tensors.h"
+#include "client/jobs/selection.h"
 #include "client/models/spec_syntax.h"
+#include "client/models/text.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -308,8 +311,9 @@ class Exporter {
     if (!model.ok()) return session_.Fail(model.status());
     client_ = session_.ConnectOrFail();
     if (client_ == nullptr) return;
-    status = CheckStoredPatterns("--include", job_.include, Stored::kEncodings,
-                                 job_.name, client_.get());
+    status = jobs::CheckStoredPatterns("--include", job_.include,
+                                       jobs::Stored::kEncodings, job_.name,
+                                       client_.get());
     if (!status.ok()) return FailEarly(status, &session_);
     const files::OnnxModules modules(*model);
     modules_ = &modules;
@@ -390,7 +394,7 @@ class Exporter {
     std::vector<std::string> inputs = tensors->data_paths();
     inputs.push_back(job_.model_path);
     const absl::Status status =
-        job_.output.CheckFile(inputs, ".onnx", &session_);
+        CheckOutputFile(job_.output, inputs, ".onnx", &session_);
     if (!status.ok()) return status;
     for (const files::UnreadTensor& tensor : tensors->elsewhere()) {
       elsewhere_[tensor.name] = tensor.why;

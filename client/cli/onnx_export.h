@@ -6,16 +6,16 @@
 #include <string>
 #include <vector>
 
-#include "client/cli/output.h"
 #include "client/cli/session.h"
-#include "client/cli/tensor_options.h"
+#include "client/jobs/output.h"
+#include "client/jobs/revision_name.h"
 
 namespace quantd::cli {
 
 struct OnnxExport {
-  NameOptions name;
+  jobs::RevisionName name;
   std::string model_path;
-  OutputOptions output;
+  jobs::OutputOptions output;
   // Patterns of the tensors to quantize; empty for all.
   std::vector<std::string> include;
   // "TORCH=ONNX": where a tensor is in the model.

@@ -11,35 +11,40 @@
 #include "absl/status/statusor.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
-#include "client/cli/compressed_scheme.h"
-#include "client/cli/importance_options.h"
+#include "client/cli/input_options.h"
 #include "client/cli/interrupt.h"
+#include "client/cli/output_options.h"
 #include "client/cli/progress.h"
-#include "client/cli/quantize_activations.h"
-#include "client/cli/quantize_folder.h"
-#include "client/cli/quantize_gguf.h"
-#include "client/cli/quantize_options.h"
-#include "client/cli/quantize_output.h"
-#include "client/cli/quantize_parts.h"
-#include "client/cli/quantize_plan.h"
-#include "client/cli/quantize_publish.h"
 #include "client/cli/quantize_report.h"
-#include "client/cli/quantize_rounding.h"
-#include "client/cli/quantize_server.h"
-#include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/streams.h"
+#include "client/cli/tensor_notes.h"
+#include "client/cli/tensor_options.h"
+#include "client/cli/tie_options.h"
 #include "client/files/mapped_file.h"
 #include "client/files/safetensors.h"
+#include "client/jobs/compressed_scheme.h"
+#include "client/jobs/job_events.h"
+#include "client/jobs/quantize_activations.h"
+#include "client/jobs/quantize_options.h"
+#include "client/jobs/quantize_outcome.h"
+#include "client/jobs/quantize_rounding.h"
+#include "client/jobs/quantize_run.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tensor_input.h"
 
 namespace quantd::cli {
 namespace {
 
+// The options of the command.
+struct QuantizeCommand {
+  jobs::QuantizeOptions options;
+  StreamsOption streams = {2};
+};
+
 std::vector<std::string> SchemeNames() {
   std::vector<std::string> names;
-  for (const SchemePreset& preset : SchemePresets()) {
+  for (const jobs::SchemePreset& preset : jobs::SchemePresets()) {
     names.push_back(preset.name);
   }
   return names;
@@ -47,13 +52,13 @@ std::vector<std::string> SchemeNames() {
 
 // Adds the options for the input and for the files of the output.
 // Returns --layout.
-const Option* AddFileOptions(Command* command, QuantizeOptions* options) {
+const Option* AddFileOptions(Command* command, jobs::QuantizeOptions* options) {
   AddInputArgument(command, &options->input);
-  options->output
-      .AddOptions(command,
-                  "safetensors or .gguf file, or - for standard output; a "
-                  "folder for a folder, whose finished shards the next run "
-                  "keeps, and for compressed-tensors")
+  AddOutputOptions(command,
+                   "safetensors or .gguf file, or - for standard output; a "
+                   "folder for a folder, whose finished shards the next run "
+                   "keeps, and for compressed-tensors",
+                   &options->output)
       ->Required();
   command->AddFlag("--keep-going", &options->keep_going,
                    "Write the output even if tensors fail, with these as they "
@@ -93,8 +98,8 @@ const Option* AddFileOptions(Command* command, QuantizeOptions* options) {
 }
 
 // How the work is shared out. Returns --part.
-const Option* AddShareOptions(Command* command, QuantizeOptions* options) {
-  options->streams.AddOption(command);
+const Option* AddShareOptions(Command* command,
+                              jobs::QuantizeOptions* options) {
   const Option* const part = command->AddOption(
       "--part", &options->parts.part, "I/N",
       "Do share I of N, from 0/N on: whole shards where they can be shared out "
@@ -109,12 +114,40 @@ const Option* AddShareOptions(Command* command, QuantizeOptions* options) {
   return part;
 }
 
+// Adds --rounding and what goes with it, and --inputs.
+void AddRoundingOptions(Command* command, jobs::QuantizeOptions* options) {
+  jobs::RoundingOptions* const rounding = &options->rounding;
+  command
+      ->AddOption("--rounding", &rounding->method, "",
+                  "To the nearest code, or compensated: each column of a "
+                  "weight makes up for the errors of those before it (GPTQ), "
+                  "with the Gram matrix of its layer's inputs. Tensors without "
+                  "one go to the nearest, and are told")
+      ->OneOf({"nearest", "compensated"})
+      ->ShowDefault();
+  AddInputsOptions(
+      command,
+      "Where the Gram matrices for --rounding are, and the moments for specs "
+      "with importance: for MODULE.weight under MODULE.input, or under that of "
+      "a layer that runtimes fuse with it. By default --model",
+      &options->inputs);
+  command->AddOption("--damping", &rounding->damping, "FRACTION",
+                     "What is added to the diagonal of a Gram matrix, of its "
+                     "mean; default 0.01");
+  command
+      ->AddOption("--column-order", &rounding->column_order, "",
+                  "Columns by falling power of their input, or as they are; "
+                  "default activation")
+      ->OneOf({"activation", "natural"});
+}
+
 // Adds the options that decide what becomes of which tensors. Returns --store.
-const Option* AddTensorOptions(Command* command, QuantizeOptions* options) {
-  options->name.AddOptions(command, /*required=*/false);
+const Option* AddTensorOptions(Command* command,
+                               jobs::QuantizeOptions* options) {
+  AddRevisionOptions(command, /*required=*/false, &options->name);
   options->spec.takes_gguf_types = true;
-  options->spec.AddOptions(command);
-  options->filter.AddOptions(command);
+  AddSpecOptions(command, &options->spec);
+  AddFilterOptions(command, &options->filter);
   const Option* const store = command->AddFlag(
       "--store,!--no-store", &options->store,
       "Keep the encodings on the server (the default with --model)");
@@ -128,7 +161,7 @@ const Option* AddTensorOptions(Command* command, QuantizeOptions* options) {
       ->OneOf({"zero-point", "qmin", "reject"});
   AddRoundingOptions(command, options);
   AddImportanceOption(command, &options->importance);
-  options->ties.AddOptions(command, "Tensors that share one outer scale");
+  AddTieOptions(command, "Tensors that share one outer scale", &options->ties);
   command->AddFlag("--evaluate", &options->evaluate,
                    "Measure the error of every quantized tensor");
   return store;
@@ -179,181 +212,83 @@ void AddExamplesAndNotes(Command* command) {
       "group:128, 5 with group:32; see quantctl help specs.");
 }
 
-// One run of `quantctl quantize`. Not thread-safe.
+// Runs `quantctl quantize` and reports what became of it. Not thread-safe.
 class Quantizer {
  public:
-  Quantizer(const QuantizeOptions& options, Session* session)
-      : options_(options), session_(*session) {}
+  Quantizer(const QuantizeCommand& command, Session* session)
+      : options_(command.options),
+        streams_(command.streams),
+        session_(*session),
+        events_(MakeEvents()),
+        run_(
+            options_, session->server,
+            [this] { return streams_.Connect(session_); }, events_) {}
 
   void Run() {
     const absl::StatusOr<SpecSet> specs = options_.spec.ParseSet();
     if (!specs.ok()) return session_.FailUsage(specs.status());
-    const absl::StatusOr<std::optional<Part>> part = ParsePartOptions(options_);
-    if (!part.ok()) return session_.FailUsage(part.status());
-    absl::Status status = CheckGgufOptions(options_, *specs);
-    if (status.ok()) status = CheckRounding(options_, *specs);
-    if (!status.ok()) return session_.FailUsage(status);
-    std::optional<Connections> connections;
-    if (NeedsActivations(options_) || NeedsInputs(options_, *specs)) {
-      status = Connect(&connections);
-      if (!status.ok()) return session_.FailUsage(status);
+    const bool is_piped = options_.output.IsStandardOutput();
+    if (is_piped) session_.stdout_is_data = true;
+    absl::Status status = run_.Prepare(*specs);
+    if (!status.ok()) return FailEarly(status, &session_);
+    NoteUnread();
+    if (options_.store && is_piped) {
+      // A reader that closes the pipe is an error then, after which the draft
+      // can be deleted.
+      std::signal(SIGPIPE, SIG_IGN);
+      // So is a user who stops it.
+      interrupt_note_.Defer();
     }
-    absl::StatusOr<QuantizePlan> plan = MakePlan(
-        options_, *specs, *part,
-        connections.has_value() ? connections->first() : nullptr, &session_);
-    if (!plan.ok()) return FailEarly(plan.status(), &session_);
-    plan_ = *std::move(plan);
-    // A tensor that cannot be done ends the run before it costs anything.
-    if (!plan_.AnyFailed() || options_.keep_going) {
-      if (NeedsServer()) {
-        if (!connections.has_value()) status = Connect(&connections);
-        if (!status.ok()) return session_.FailUsage(status);
-        if (options_.store && options_.output.IsStandardOutput()) {
-          // A reader that closes the pipe is an error then, after which the
-          // draft can be deleted.
-          std::signal(SIGPIPE, SIG_IGN);
-          // So is a user who stops it.
-          interrupt_note_.Defer();
-        }
-        const absl::StatusOr<std::string> key =
-            DraftKeyOf(options_, plan_, connections->first());
-        if (!key.ok()) return ReportRefused(key.status(), options_, &session_);
-        server_ = std::make_unique<QuantizeServer>(
-            options_, *std::move(connections), *key, plan_);
-        status = Check();
-        if (!status.ok()) return ReportRefused(status, options_, &session_);
-      }
-      status = Write();
-      const absl::Status unchanged = files::CheckMappedFiles();
-      if (!unchanged.ok()) status = unchanged;
-      // The output may be whole by now, but whoever stopped the run may not
-      // keep it.
-      if (status.ok() && InterruptNote::stopped()) {
-        status = absl::CancelledError("stopped");
-      }
-      if (status.ok()) status = Publish();
-    }
-    DropDraft();
+    status = run_.Write();
+    progress_.reset();
     if (InterruptNote::stopped()) return InterruptNote::End();
     if (status.ok()) {
-      ReportRun(options_, plan_, server_.get(), &session_);
+      ReportRun(options_, run_.plan(), run_.server(), &session_);
+    } else if (run_.has_begun()) {
+      ReportError(status, options_, run_.plan(), run_.server(), &session_);
     } else {
-      ReportError(status, options_, plan_, server_.get(), &session_);
+      ReportRefused(status, options_, &session_);
     }
   }
 
  private:
-  // Not where the parts are done, or all blocks are made here.
-  bool NeedsServer() const {
-    if (options_.store) return true;
-    const auto is_made_here = [](const std::unique_ptr<Shard>& shard) {
-      return !shard->blocks.empty() && shard->selected.empty();
+  jobs::JobEvents MakeEvents() {
+    jobs::JobEvents events;
+    events.on_warning = [this](absl::string_view text) {
+      progress_.reset();
+      session_.PrintError(absl::StrCat("quantctl: ", text));
     };
-    return !options_.parts.join &&
-           !std::all_of(plan_.shards.begin(), plan_.shards.end(), is_made_here);
-  }
-
-  absl::Status Connect(std::optional<Connections>* connections) const {
-    absl::StatusOr<Connections> connected = options_.streams.Connect(session_);
-    if (!connected.ok()) return connected.status();
-    *connections = *std::move(connected);
-    return absl::OkStatus();
-  }
-
-  // Sets the message for a run that is stopped now.
-  void SetNote() {
-    interrupt_note_.Set(UnfinishedText(options_, plan_, server_.get()));
-  }
-
-  // Before anything is done.
-  absl::Status Check() const {
-    return server_->draft() == nullptr
-               ? absl::OkStatus()
-               : CheckDraft(options_, plan_, *server_->draft(),
-                            server_->client());
-  }
-
-  // Errors end the run and leave the shards that are complete; so does a tensor
-  // that fails, unless the run is to keep going.
-  absl::Status Write() {
-    QuantizeFolder folder(options_, plan_, session_);
-    absl::Status status = folder.Make();
-    if (!status.ok()) return status;
-    SetNote();
-    bool is_written = false;
-    status = WriteTargets(&folder, &is_written);
-    if (!status.ok() || !is_written) {
-      folder.RemoveIfEmpty();
-      return status;
+    if (!session_.quiet) {
+      events.on_note = events.on_warning;
+      events.on_progress = [this](uint64_t done_bytes, uint64_t total_bytes,
+                                  absl::string_view tensor) {
+        if (!progress_.has_value()) {
+          progress_.emplace(Progress::Unit::kBytes, /*enabled=*/true);
+        }
+        progress_->Set(done_bytes, total_bytes, tensor);
+      };
     }
-    // A part leaves the rest to --join.
-    if (!plan_.part.has_value()) status = folder.Complete();
-    plan_.is_complete = status.ok();
-    return status;
+    events.on_step = [this] {
+      interrupt_note_.Set(UnfinishedText(options_, run_.plan(), run_.server()));
+    };
+    events.is_stopped = &InterruptNote::stopped;
+    return events;
   }
 
-  // Sets *is_written unless a tensor failed.
-  absl::Status WriteTargets(QuantizeFolder* folder, bool* is_written) {
-    uint64_t total_bytes = 0;
-    for (const Target& target : plan_.targets) {
-      if (target.IsDone()) continue;
-      for (const files::FileTensor* const tensor : target.tensors) {
-        total_bytes += tensor->data.size();
-      }
-      for (const auto& [tensor, type] : target.shard->blocks) {
-        total_bytes += tensor->data.size();
-      }
+  // The exit code tells of tensors that are missing from the output.
+  void NoteUnread() {
+    for (const std::unique_ptr<jobs::Shard>& shard : run_.plan().shards) {
+      if (!shard->input.unread().empty()) session_.Note(kServerError);
     }
-    Progress progress(total_bytes, !session_.quiet);
-    for (const Target& target : plan_.targets) {
-      if (target.IsDone()) continue;
-      const absl::Status status =
-          options_.IsGguf()
-              ? WriteGguf(options_, session_, server_.get(), &plan_, &progress)
-              : WriteSafetensors(options_, target, server_.get(), folder,
-                                 &plan_, &progress);
-      if (!status.ok() || !target.shard->is_written) return status;
-      SetNote();
-    }
-    *is_written = true;
-    return absl::OkStatus();
   }
 
-  // Makes the encodings of all shards visible, where they are stored. A part
-  // alone is not what readers are to see.
-  absl::Status Publish() {
-    if (!plan_.is_complete || plan_.part.has_value() || server_ == nullptr ||
-        server_->draft() == nullptr) {
-      return absl::OkStatus();
-    }
-    const absl::Status status =
-        PublishDraft(options_, *server_->draft(), server_->client(), &plan_);
-    SetNote();
-    return status;
-  }
-
-  // No later run goes on with what went to standard output. If it is not whole,
-  // nobody needs its draft. The report tells of one that cannot be deleted.
-  void DropDraft() const {
-    if (!options_.output.IsStandardOutput() || server_ == nullptr ||
-        server_->draft() == nullptr) {
-      return;
-    }
-    // Encodings under way when the run was stopped may be stored too.
-    const bool is_dropped =
-        InterruptNote::stopped()
-            ? !plan_.is_published
-            : !plan_.is_complete && server_->stored_count() > 0;
-    if (!is_dropped) return;
-    server_->DeleteDraft().IgnoreError();
-  }
-
-  const QuantizeOptions& options_;
+  const jobs::QuantizeOptions& options_;
+  const StreamsOption& streams_;
   Session& session_;
-  QuantizePlan plan_;
-  // Null where none is called.
-  std::unique_ptr<QuantizeServer> server_;
   InterruptNote interrupt_note_;
+  std::optional<Progress> progress_;
+  const jobs::JobEvents events_;
+  jobs::QuantizeRun run_;
 };
 
 }  // namespace
@@ -363,10 +298,12 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
       "quantize",
       "Quantize the tensors of a file into a safetensors or GGUF file, and "
       "copy the others; nothing is written when a tensor fails");
-  const auto options = std::make_shared<QuantizeOptions>();
-  const Option* const layout = AddFileOptions(command, options.get());
-  const Option* const part = AddShareOptions(command, options.get());
-  const Option* const store = AddTensorOptions(command, options.get());
+  const auto quantize = std::make_shared<QuantizeCommand>();
+  jobs::QuantizeOptions* const options = &quantize->options;
+  const Option* const layout = AddFileOptions(command, options);
+  quantize->streams.AddOption(command);
+  const Option* const part = AddShareOptions(command, options);
+  const Option* const store = AddTensorOptions(command, options);
   const Option* const ignore = command->AddOption(
       "--ignore", &options->ignore, "PATTERN",
       "Modules that a compressed-tensors model leaves as they are, in place of "
@@ -374,7 +311,8 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
       "quantized layers for, unless --spec PATTERN=SPEC or --include names "
       "them. '' for none");
   AddExamplesAndNotes(command);
-  command->OnRun([options, session, store, part, layout, ignore] {
+  command->OnRun([quantize, session, store, part, layout, ignore] {
+    jobs::QuantizeOptions* const options = &quantize->options;
     options->parts.has_part = part->IsGiven();
     options->has_layout = layout->IsGiven();
     options->has_ignore = ignore->IsGiven();
@@ -383,10 +321,10 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
     if (!has_model) {
       options->name.model = FileStem(options->input);
     }
-    ResolveInputs(has_model, options.get());
-    const absl::Status status = ApplyScheme(options.get());
+    jobs::ResolveInputs(has_model, options);
+    const absl::Status status = jobs::ApplyScheme(options);
     if (!status.ok()) return session->FailUsage(status);
-    Quantizer(*options, session).Run();
+    Quantizer(*quantize, session).Run();
   });
 }
 

@@ -14,16 +14,23 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
-#include "client/cli/draft_revision.h"
-#include "client/cli/fused_experts.h"
-#include "client/cli/importance_options.h"
+#include "client/cli/input_options.h"
 #include "client/cli/printable.h"
-#include "client/cli/quantize_outcome.h"
-#include "client/cli/quantize_parts.h"
-#include "client/cli/selection.h"
 #include "client/cli/table.h"
+#include "client/cli/tensor_notes.h"
+#include "client/cli/tie_options.h"
 #include "client/cpp/errors.h"
 #include "client/files/safetensors.h"
+#include "client/jobs/draft_revision.h"
+#include "client/jobs/importance.h"
+#include "client/jobs/quantize_options.h"
+#include "client/jobs/quantize_outcome.h"
+#include "client/jobs/quantize_parts.h"
+#include "client/jobs/quantize_plan.h"
+#include "client/jobs/quantize_server.h"
+#include "client/jobs/stored_inputs.h"
+#include "client/models/fused_experts.h"
+#include "client/models/text.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -54,9 +61,9 @@ struct ShardTotals {
   int64_t rounded_count = 0;
 };
 
-ShardTotals CountShards(const QuantizePlan& plan) {
+ShardTotals CountShards(const jobs::QuantizePlan& plan) {
   ShardTotals totals;
-  for (const std::unique_ptr<Shard>& shard : plan.shards) {
+  for (const std::unique_ptr<jobs::Shard>& shard : plan.shards) {
     totals.kept += shard->is_kept ? 1 : 0;
     totals.written += shard->is_written ? 1 : 0;
     totals.file_bytes += shard->file_bytes;
@@ -65,12 +72,12 @@ ShardTotals CountShards(const QuantizePlan& plan) {
   return totals;
 }
 
-Totals CountTensors(const QuantizePlan& plan) {
+Totals CountTensors(const jobs::QuantizePlan& plan) {
   Totals totals;
-  for (const std::unique_ptr<Shard>& shard : plan.shards) {
+  for (const std::unique_ptr<jobs::Shard>& shard : plan.shards) {
     for (const files::FileTensor& tensor : shard->input.tensors()) {
       if (!plan.IsInScope(tensor)) continue;
-      const Outcome& outcome = plan.outcomes.at(tensor.name);
+      const jobs::Outcome& outcome = plan.outcomes.at(tensor.name);
       ++totals.tensor_count;
       totals.before += tensor.data.size();
       if (!outcome.status.ok()) {
@@ -93,7 +100,7 @@ Totals CountTensors(const QuantizePlan& plan) {
   return totals;
 }
 
-std::string ResultText(const Shard& shard, const Outcome& outcome) {
+std::string ResultText(const jobs::Shard& shard, const jobs::Outcome& outcome) {
   if (!shard.is_written) return outcome.status.ok() ? "not written" : "failed";
   if (!outcome.status.ok() && !outcome.is_quantized) return "failed, copied";
   return absl::StrCat(outcome.is_quantized ? outcome.format : "copied",
@@ -101,8 +108,8 @@ std::string ResultText(const Shard& shard, const Outcome& outcome) {
                       shard.is_kept ? ", kept" : "");
 }
 
-Json OutcomeJson(const Shard& shard, const files::FileTensor& tensor,
-                 const Outcome& outcome, const QuantizePlan& plan) {
+Json OutcomeJson(const jobs::Shard& shard, const files::FileTensor& tensor,
+                 const jobs::Outcome& outcome, const jobs::QuantizePlan& plan) {
   const char* const result = shard.is_kept          ? "kept"
                              : !outcome.status.ok() ? "failed"
                              : !shard.is_written    ? "not written"
@@ -138,7 +145,7 @@ Json OutcomeJson(const Shard& shard, const files::FileTensor& tensor,
 }
 
 // Says what to do where the server refused to store.
-void PrintRefused(const QuantizeOptions& options,
+void PrintRefused(const jobs::QuantizeOptions& options,
                   const std::vector<absl::Status>& statuses,
                   const Session& session) {
   const bool is_refused = std::any_of(
@@ -155,9 +162,9 @@ void PrintRefused(const QuantizeOptions& options,
 
 // The text on an output that is complete, but whose encodings are not
 // published.
-std::string UnpublishedText(const QuantizeOptions& options,
-                            const QuantizePlan& plan,
-                            const DraftRevision& draft) {
+std::string UnpublishedText(const jobs::QuantizeOptions& options,
+                            const jobs::QuantizePlan& plan,
+                            const jobs::DraftRevision& draft) {
   const std::string how =
       plan.is_folder    ? "the same command publishes them"
       : plan.is_lacking ? "the same command with --force does so"
@@ -174,8 +181,9 @@ std::string UnpublishedText(const QuantizeOptions& options,
 // The report of one run, as it is now. Not thread-safe.
 class RunReport {
  public:
-  RunReport(const QuantizeOptions& options, const QuantizePlan& plan,
-            const QuantizeServer* server, Session* session)
+  RunReport(const jobs::QuantizeOptions& options,
+            const jobs::QuantizePlan& plan, const jobs::QuantizeServer* server,
+            Session* session)
       : options_(options),
         plan_(plan),
         server_(server),
@@ -213,7 +221,7 @@ class RunReport {
  private:
   void PrintJson() const {
     Json list = Json::array();
-    for (const std::unique_ptr<Shard>& shard : plan_.shards) {
+    for (const std::unique_ptr<jobs::Shard>& shard : plan_.shards) {
       for (const files::FileTensor& tensor : shard->input.tensors()) {
         if (!plan_.IsInScope(tensor)) continue;
         list.push_back(
@@ -288,7 +296,7 @@ class RunReport {
       table.AddColumn("NAN", Table::Align::kRight);
       table.AddColumn("INF", Table::Align::kRight);
     }
-    for (const std::unique_ptr<Shard>& shard : plan_.shards) {
+    for (const std::unique_ptr<jobs::Shard>& shard : plan_.shards) {
       for (const files::FileTensor& tensor : shard->input.tensors()) {
         if (plan_.IsInScope(tensor)) table.AddRow(RowOf(*shard, tensor));
       }
@@ -296,9 +304,9 @@ class RunReport {
     return table.Render(StdoutHasStyle());
   }
 
-  std::vector<std::string> RowOf(const Shard& shard,
+  std::vector<std::string> RowOf(const jobs::Shard& shard,
                                  const files::FileTensor& tensor) const {
-    const Outcome& outcome = plan_.outcomes.at(tensor.name);
+    const jobs::Outcome& outcome = plan_.outcomes.at(tensor.name);
     std::vector<std::string> row = {
         tensor.name,
         ShapeText(tensor.shape),
@@ -316,7 +324,7 @@ class RunReport {
     }
     if (totals_.has_output_noise) {
       row.push_back(outcome.output_noise.has_value()
-                        ? DecibelText(OutputSqnrDb(*outcome.output_noise))
+                        ? DecibelText(jobs::OutputSqnrDb(*outcome.output_noise))
                         : "");
     }
     const auto add_count = [&](uint64_t count) {
@@ -339,8 +347,9 @@ class RunReport {
         totals_.formats.empty() ? "codes"
                                 : absl::StrJoin(totals_.formats, ", "),
         ", ", BytesText(totals_.before), " to ", BytesText(totals_.after),
-        plan_.part.has_value() ? absl::StrCat(", part ", PartText(*plan_.part))
-                               : "",
+        plan_.part.has_value()
+            ? absl::StrCat(", part ", jobs::PartText(*plan_.part))
+            : "",
         ", written to ", Printable(options_.output.path),
         shard_totals_.kept == 0
             ? ""
@@ -354,7 +363,7 @@ class RunReport {
   }
 
   // Says what becomes of the other elements too.
-  static absl::string_view LostBlocksText(const Outcome& outcome) {
+  static absl::string_view LostBlocksText(const jobs::Outcome& outcome) {
     return absl::StartsWith(outcome.format, "mx")
                ? ": all elements of their blocks become NaN"
                : "";
@@ -362,9 +371,9 @@ class RunReport {
 
   void PrintNotFinite() {
     std::vector<std::string> notes;
-    for (const std::unique_ptr<Shard>& shard : plan_.shards) {
+    for (const std::unique_ptr<jobs::Shard>& shard : plan_.shards) {
       for (const files::FileTensor& tensor : shard->input.tensors()) {
-        const Outcome& outcome = plan_.outcomes.at(tensor.name);
+        const jobs::Outcome& outcome = plan_.outcomes.at(tensor.name);
         if (outcome.nan_count + outcome.infinity_count == 0) continue;
         notes.push_back(absl::StrCat(
             "quantctl: tensor ", tensor.name, " ",
@@ -377,9 +386,9 @@ class RunReport {
 
   void PrintCoarseScales() {
     std::vector<std::string> notes;
-    for (const std::unique_ptr<Shard>& shard : plan_.shards) {
+    for (const std::unique_ptr<jobs::Shard>& shard : plan_.shards) {
       for (const files::FileTensor& tensor : shard->input.tensors()) {
-        const Outcome& outcome = plan_.outcomes.at(tensor.name);
+        const jobs::Outcome& outcome = plan_.outcomes.at(tensor.name);
         if (outcome.coarse_scale_count == 0) continue;
         notes.push_back(absl::StrCat(
             "quantctl: tensor ", tensor.name, ": ",
@@ -395,12 +404,12 @@ class RunReport {
   // were seen.
   void PrintClippedInputs() {
     std::vector<std::string> notes;
-    for (const std::unique_ptr<Shard>& shard : plan_.shards) {
+    for (const std::unique_ptr<jobs::Shard>& shard : plan_.shards) {
       for (const files::FileTensor& tensor : shard->input.tensors()) {
-        const Outcome& outcome = plan_.outcomes.at(tensor.name);
+        const jobs::Outcome& outcome = plan_.outcomes.at(tensor.name);
         if (!outcome.output_noise.has_value()) continue;
         const std::string text =
-            ClippedInputsText(tensor.name, *outcome.output_noise);
+            jobs::ClippedInputsText(tensor.name, *outcome.output_noise);
         if (!text.empty()) notes.push_back(text);
       }
     }
@@ -447,23 +456,24 @@ class RunReport {
 
   // Tensors whose errors nothing weighs, although that was asked for.
   void PrintUnweighted() const {
-    const FoundImportance& found = plan_.importance;
+    const jobs::FoundImportance& found = plan_.importance;
     if (!found.missing.empty()) {
       session_.PrintError(absl::StrCat(
-          "quantctl: ", MissingImportanceText("quantized", options_.importance,
-                                              found.missing)));
+          "quantctl: ", jobs::MissingImportanceText(
+                            "quantized", options_.importance, found.missing)));
     }
     if (!found.untaken.empty()) {
       session_.PrintError(absl::StrCat(
-          "quantctl: ", UntakenImportanceText("quantized", found.untaken)));
+          "quantctl: ",
+          jobs::UntakenImportanceText("quantized", found.untaken)));
     }
     if (!plan_.named_unweighted.empty()) {
       session_.Note(kServerError);
-      session_.PrintError(
-          absl::StrCat("quantctl: asked for, but ",
-                       MissingImportanceText("quantized", options_.importance,
-                                             plan_.named_unweighted),
-                       "; see --exclude"));
+      session_.PrintError(absl::StrCat(
+          "quantctl: asked for, but ",
+          jobs::MissingImportanceText("quantized", options_.importance,
+                                      plan_.named_unweighted),
+          "; see --exclude"));
     }
   }
 
@@ -483,7 +493,7 @@ class RunReport {
     if (!plan_.conv1d.empty() && !session_.quiet) {
       session_.PrintError(
           absl::StrCat("quantctl: left as they are: ", NamesText(plan_.conv1d),
-                       "; ", kConv1dText));
+                       "; ", jobs::kConv1dText));
     }
     if (!plan_.experts.empty() && !session_.quiet) {
       const FusedExperts& first = plan_.experts[0];
@@ -591,7 +601,7 @@ class RunReport {
 
   // Prints what there is of an output that is not complete, or not published.
   void PrintUnfinished() const {
-    const DraftRevision* const draft =
+    const jobs::DraftRevision* const draft =
         server_ == nullptr ? nullptr : server_->draft();
     if (draft != nullptr && plan_.is_complete) {
       return session_.PrintError(UnpublishedText(options_, plan_, *draft));
@@ -613,10 +623,10 @@ class RunReport {
     }
   }
 
-  const QuantizeOptions& options_;
-  const QuantizePlan& plan_;
+  const jobs::QuantizeOptions& options_;
+  const jobs::QuantizePlan& plan_;
   // Null where none was called.
-  const QuantizeServer* const server_;
+  const jobs::QuantizeServer* const server_;
   Session& session_;
   const Totals totals_;
   const ShardTotals shard_totals_;
@@ -624,26 +634,28 @@ class RunReport {
 
 }  // namespace
 
-void ReportRun(const QuantizeOptions& options, const QuantizePlan& plan,
-               const QuantizeServer* server, Session* session) {
+void ReportRun(const jobs::QuantizeOptions& options,
+               const jobs::QuantizePlan& plan,
+               const jobs::QuantizeServer* server, Session* session) {
   RunReport(options, plan, server, session).PrintRun();
 }
 
-void ReportError(const absl::Status& error, const QuantizeOptions& options,
-                 const QuantizePlan& plan, const QuantizeServer* server,
-                 Session* session) {
+void ReportError(const absl::Status& error,
+                 const jobs::QuantizeOptions& options,
+                 const jobs::QuantizePlan& plan,
+                 const jobs::QuantizeServer* server, Session* session) {
   RunReport(options, plan, server, session).PrintError(error);
 }
 
-void ReportRefused(const absl::Status& error, const QuantizeOptions& options,
-                   Session* session) {
+void ReportRefused(const absl::Status& error,
+                   const jobs::QuantizeOptions& options, Session* session) {
   PrintRefused(options, {error}, *session);
   session->Fail(error);
 }
 
-std::string UnfinishedText(const QuantizeOptions& options,
-                           const QuantizePlan& plan,
-                           const QuantizeServer* server) {
+std::string UnfinishedText(const jobs::QuantizeOptions& options,
+                           const jobs::QuantizePlan& plan,
+                           const jobs::QuantizeServer* server) {
   const uint64_t written = CountShards(plan).written;
   if (plan.is_folder) {
     return absl::StrCat("quantctl: ", options.output.path, " has ",

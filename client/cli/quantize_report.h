@@ -6,32 +6,34 @@
 #include <string>
 
 #include "absl/status/status.h"
-#include "client/cli/quantize_options.h"
-#include "client/cli/quantize_plan.h"
-#include "client/cli/quantize_server.h"
 #include "client/cli/session.h"
+#include "client/jobs/quantize_options.h"
+#include "client/jobs/quantize_plan.h"
+#include "client/jobs/quantize_server.h"
 
 namespace quantd::cli {
 
 // Reports a run that came to its end; tensors may have failed. `server` is null
 // where none was called.
-void ReportRun(const QuantizeOptions& options, const QuantizePlan& plan,
-               const QuantizeServer* server, Session* session);
+void ReportRun(const jobs::QuantizeOptions& options,
+               const jobs::QuantizePlan& plan,
+               const jobs::QuantizeServer* server, Session* session);
 
 // Reports a run that an error ended.
-void ReportError(const absl::Status& error, const QuantizeOptions& options,
-                 const QuantizePlan& plan, const QuantizeServer* server,
-                 Session* session);
+void ReportError(const absl::Status& error,
+                 const jobs::QuantizeOptions& options,
+                 const jobs::QuantizePlan& plan,
+                 const jobs::QuantizeServer* server, Session* session);
 
 // Reports an error that ended a run before it wrote anything.
-void ReportRefused(const absl::Status& error, const QuantizeOptions& options,
-                   Session* session);
+void ReportRefused(const absl::Status& error,
+                   const jobs::QuantizeOptions& options, Session* session);
 
 // Says what there is of an output that is not complete, or not published. One
 // line, also where there is nothing.
-std::string UnfinishedText(const QuantizeOptions& options,
-                           const QuantizePlan& plan,
-                           const QuantizeServer* server);
+std::string UnfinishedText(const jobs::QuantizeOptions& options,
+                           const jobs::QuantizePlan& plan,
+                           const jobs::QuantizeServer* server);
 
 }  // namespace quantd::cli
 

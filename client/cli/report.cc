@@ -22,28 +22,32 @@
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/message_json.h"
-#include "client/cli/output.h"
-#include "client/cli/plain_input.h"
+#include "client/cli/output_options.h"
 #include "client/cli/printable.h"
 #include "client/cli/progress.h"
 #include "client/cli/report_data.h"
 #include "client/cli/report_page.h"
-#include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/sweep_file.h"
 #include "client/cli/sweep_options.h"
-#include "client/cli/table.h"
+#include "client/cli/tensor_notes.h"
 #include "client/cli/tensor_options.h"
-#include "client/cli/tie_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
 #include "client/files/atomic_file.h"
 #include "client/files/safetensors.h"
+#include "client/jobs/file_ties.h"
+#include "client/jobs/output.h"
+#include "client/jobs/selection.h"
+#include "client/jobs/spec_options.h"
+#include "client/jobs/tensor_filter.h"
 #include "client/models/model_importance.h"
 #include "client/models/model_sweep.h"
+#include "client/models/plain_input.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tensor_input.h"
+#include "client/models/text.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -62,10 +66,10 @@ constexpr size_t kManyTensors = 500;
 struct ReportOptions : ErrorSourceOptions {
   // Empty for stored statistics.
   std::string input;
-  SpecOptions spec;
-  TensorFilter filter;
+  jobs::SpecOptions spec;
+  jobs::TensorFilter filter;
   BudgetOptions budgets;
-  OutputOptions output;
+  jobs::OutputOptions output;
 };
 
 // Six digits, which plots never show more of; null for what is not finite.
@@ -114,14 +118,14 @@ class Reporter {
   void RunOnStatistics() {
     absl::Status status = MakeRequest();
     if (!status.ok()) return session_.FailUsage(status);
-    status =
-        options_.output.CheckFile(options_.spec.Files(), ".html", &session_);
+    status = CheckOutputFile(options_.output, options_.spec.Files(), ".html",
+                             &session_);
     if (!status.ok()) return FailEarly(status, &session_);
     client_ = session_.ConnectOrFail();
     if (client_ == nullptr) return;
-    status =
-        CheckStoredPatterns("--pattern", options_.patterns, Stored::kStatistics,
-                            options_.name, client_.get());
+    status = jobs::CheckStoredPatterns("--pattern", options_.patterns,
+                                       jobs::Stored::kStatistics, options_.name,
+                                       client_.get());
     if (!status.ok()) return FailEarly(status, &session_);
     Finish(Collect());
   }
@@ -142,7 +146,7 @@ class Reporter {
     if (!status.ok()) return session_.Fail(status);
     std::vector<std::string> inputs = options_.spec.Files();
     inputs.insert(inputs.end(), input->paths().begin(), input->paths().end());
-    status = options_.output.CheckFile(inputs, ".html", &session_);
+    status = CheckOutputFile(options_.output, inputs, ".html", &session_);
     if (!status.ok()) return FailEarly(status, &session_);
     ReportUnread(*input, options_.filter, &session_);
     const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
@@ -229,7 +233,7 @@ class Reporter {
                            const std::vector<SpecTemplate>& specs) {
     // As the commands that the page shows do by default.
     absl::StatusOr<std::vector<TieGroup>> groups =
-        FindFileTies(TieFlags(), /*matters=*/true, taken);
+        jobs::FindFileTies(jobs::TieFlags(), /*matters=*/true, taken);
     if (!groups.ok()) return groups.status();
     const absl::StatusOr<ModelSweep> sweep =
         SweepWithProgress(taken, specs, {*budget_}, *groups, ModelImportance(),
@@ -443,12 +447,12 @@ void AddReportCommand(Command* quantctl, Session* session) {
                      "int4:group:32, nf4 and mxfp4_e2m1; of statistics "
                      "int8:per-channel, int8:mse and int4:mse");
   options->AddPatternOption(command);
-  options->filter.AddOptions(command);
+  AddFilterOptions(command, &options->filter);
   options->budgets.AddOptions(command);
-  options->output
-      .AddOptions(command,
-                  "HTML file to write, which needs no network; - for standard "
-                  "output")
+  AddOutputOptions(command,
+                   "HTML file to write, which needs no network; - for standard "
+                   "output",
+                   &options->output)
       ->Required();
   command->AddExample(
       "quantctl report llm/ -o report.html --spec int8:per-channel \\\n"

@@ -10,8 +10,8 @@
 #include "client/cli/message_json.h"
 #include "client/cli/printable.h"
 #include "client/cli/session.h"
-#include "client/cli/table.h"
 #include "client/cpp/client.h"
+#include "client/models/text.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {

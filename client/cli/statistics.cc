@@ -20,13 +20,15 @@
 #include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
+#include "client/jobs/revision_name.h"
+#include "client/models/text.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {
 
 struct StatisticsOptions {
-  NameOptions name;
+  jobs::RevisionName name;
   std::string tensor;
   bool with_state = false;
   std::string source;
@@ -218,7 +220,7 @@ void AddStatisticsCommand(Command* quantctl, Session* session) {
   const auto add = [&](const char* name, const char* text,
                        void (*run)(const StatisticsOptions&, Session*)) {
     Command* const sub = command->AddCommand(name, text);
-    options->name.AddOptions(sub, /*required=*/true);
+    AddRevisionOptions(sub, /*required=*/true, &options->name);
     sub->OnRun([options, session, run] { run(*options, session); });
     return sub;
   };

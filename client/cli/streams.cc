@@ -8,6 +8,7 @@
 #include "client/cli/command_line.h"
 #include "client/cli/session.h"
 #include "client/cpp/client.h"
+#include "client/jobs/connections.h"
 
 namespace quantd::cli {
 namespace {
@@ -15,14 +16,6 @@ namespace {
 constexpr int kMostStreams = 64;
 
 }  // namespace
-
-std::vector<Client*> Connections::clients() const {
-  std::vector<Client*> clients;
-  for (const std::unique_ptr<Client>& client : clients_) {
-    clients.push_back(client.get());
-  }
-  return clients;
-}
 
 void StreamsOption::AddOption(Command* command) {
   command
@@ -33,7 +26,7 @@ void StreamsOption::AddOption(Command* command) {
       ->ShowDefault();
 }
 
-absl::StatusOr<Connections> StreamsOption::Connect(
+absl::StatusOr<jobs::Connections> StreamsOption::Connect(
     const Session& session) const {
   std::vector<std::unique_ptr<Client>> clients;
   for (int i = 0; i < count; ++i) {
@@ -41,7 +34,7 @@ absl::StatusOr<Connections> StreamsOption::Connect(
     if (!client.ok()) return client.status();
     clients.push_back(*std::move(client));
   }
-  return Connections(std::move(clients));
+  return jobs::Connections(std::move(clients));
 }
 
 }  // namespace quantd::cli

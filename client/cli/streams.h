@@ -11,23 +11,9 @@
 #include "client/cli/command_line.h"
 #include "client/cli/session.h"
 #include "client/cpp/client.h"
+#include "client/jobs/connections.h"
 
 namespace quantd::cli {
-
-// Every stream has a connection of its own, so that several replicas behind one
-// name are busy too.
-class Connections {
- public:
-  explicit Connections(std::vector<std::unique_ptr<Client>> clients)
-      : clients_(std::move(clients)) {}
-
-  // The clients for the engine; valid while this lives.
-  std::vector<Client*> clients() const;
-  Client* first() const { return clients_[0].get(); }
-
- private:
-  std::vector<std::unique_ptr<Client>> clients_;
-};
 
 struct StreamsOption {
   // The default, where the command line says nothing else.
@@ -35,7 +21,7 @@ struct StreamsOption {
 
   void AddOption(Command* command);
   // Errors: of Session::Connect.
-  absl::StatusOr<Connections> Connect(const Session& session) const;
+  absl::StatusOr<jobs::Connections> Connect(const Session& session) const;
 };
 
 }  // namespace quantd::cli

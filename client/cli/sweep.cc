@@ -15,21 +15,22 @@
 #include "absl/strings/string_view.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
-#include "client/cli/importance_options.h"
+#include "client/cli/input_options.h"
 #include "client/cli/message_json.h"
-#include "client/cli/output.h"
+#include "client/cli/output_options.h"
 #include "client/cli/progress.h"
-#include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/sweep_file.h"
 #include "client/cli/sweep_options.h"
 #include "client/cli/sweep_output.h"
 #include "client/cli/table.h"
+#include "client/cli/tensor_notes.h"
 #include "client/cli/tensor_options.h"
 #include "client/cli/tie_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/files/safetensors.h"
+#include "client/jobs/selection.h"
 #include "client/models/model_sweep.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tie_groups.h"
@@ -94,15 +95,15 @@ class Sweeper {
     if (!request.ok()) return session_.FailUsage(request.status());
     absl::Status status;
     if (!options_.file.output.path.empty()) {
-      status = options_.file.output.CheckFile(options_.file.spec.Files(),
-                                              ".txt", &session_);
+      status = CheckOutputFile(options_.file.output, options_.file.spec.Files(),
+                               ".txt", &session_);
       if (!status.ok()) return FailEarly(status, &session_);
     }
     const std::unique_ptr<Client> client = session_.ConnectOrFail();
     if (client == nullptr) return;
-    status =
-        CheckStoredPatterns("--pattern", options_.patterns, Stored::kStatistics,
-                            options_.name, client.get());
+    status = jobs::CheckStoredPatterns("--pattern", options_.patterns,
+                                       jobs::Stored::kStatistics, options_.name,
+                                       client.get());
     if (status.ok()) status = AddTies(client.get(), &*request);
     if (!status.ok()) return FailEarly(status, &session_);
     AddColumns();
@@ -335,23 +336,26 @@ void AddSweepCommand(Command* quantctl, Session* session) {
       ->Suggest(FormatNames())
       ->Required();
   options->AddPatternOption(command);
-  options->file.ties.AddOptions(
+  AddTieOptions(
       command,
       "Tensors that share one outer scale, and get one spec in a mixture; with "
-      "--model they share one encoding where the spec has no outer scale");
-  options->file.filter.AddOptions(command);
-  options->file.inputs.AddOptions(
+      "--model they share one encoding where the spec has no outer scale",
+      &options->file.ties);
+  AddFilterOptions(command, &options->file.filter);
+  AddInputsOptions(
       command,
       "With a file: where the moments or Gram matrices for specs with "
       "importance are: for MODULE.weight under MODULE.input, or under that of "
-      "a layer that runtimes fuse with it");
+      "a layer that runtimes fuse with it",
+      &options->file.inputs);
   AddImportanceOption(command, &options->file.importance);
   options->file.budgets.AddOptions(command);
-  options->file.output.AddOptions(
+  AddOutputOptions(
       command,
       "Write the mixture as TENSOR=SPEC lines, for quantize --spec @FILE; - "
       "for standard output. With several budgets {} stands for the figure of "
-      "each");
+      "each",
+      &options->file.output);
   command->AddExample(
       "quantctl sweep llm/ --spec int8:per-channel --spec int4:group:128 \\\n"
       "  --spec nvfp4 --max-bits-per-element 4.5 --max-bits-per-element 6 \\\n"

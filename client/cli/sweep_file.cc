@@ -15,28 +15,31 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
-#include "client/cli/gguf_output.h"
-#include "client/cli/importance_options.h"
-#include "client/cli/output.h"
-#include "client/cli/plain_input.h"
+#include "client/cli/input_options.h"
+#include "client/cli/output_options.h"
 #include "client/cli/progress.h"
-#include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/sweep_options.h"
 #include "client/cli/sweep_output.h"
 #include "client/cli/table.h"
-#include "client/cli/tensor_options.h"
-#include "client/cli/tie_options.h"
+#include "client/cli/tensor_notes.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/files/dtype.h"
 #include "client/files/gguf_types.h"
 #include "client/files/safetensors.h"
+#include "client/jobs/file_ties.h"
+#include "client/jobs/gguf_output.h"
+#include "client/jobs/importance.h"
+#include "client/jobs/output.h"
+#include "client/jobs/selection.h"
 #include "client/models/gguf_blocks.h"
 #include "client/models/model_importance.h"
 #include "client/models/model_sweep.h"
+#include "client/models/plain_input.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tensor_input.h"
+#include "client/models/text.h"
 #include "client/models/tie_groups.h"
 #include "nlohmann/json.hpp"
 
@@ -86,19 +89,20 @@ class FileSweeper {
       }
     }
     const absl::StatusOr<std::vector<TieGroup>> ties =
-        FindFileTies(options_.ties, /*matters=*/true, *taken);
+        jobs::FindFileTies(options_.ties, /*matters=*/true, *taken);
     if (!ties.ok()) return session_.FailUsage(ties.status());
     const std::unique_ptr<Client> client = session_.ConnectOrFail();
     if (client == nullptr) return;
 
-    const absl::StatusOr<FoundImportance> importance = FindImportance(
-        options_.importance, options_.inputs, *taken,
-        [&specs](const files::FileTensor& /*tensor*/) {
-          std::vector<const SpecTemplate*> all;
-          for (const SpecTemplate& spec : *specs) all.push_back(&spec);
-          return all;
-        },
-        client.get());
+    const absl::StatusOr<jobs::FoundImportance> importance =
+        jobs::FindImportance(
+            options_.importance, options_.inputs, *taken,
+            [&specs](const files::FileTensor& /*tensor*/) {
+              std::vector<const SpecTemplate*> all;
+              for (const SpecTemplate& spec : *specs) all.push_back(&spec);
+              return all;
+            },
+            client.get());
     if (!importance.ok()) return FailEarly(importance.status(), &session_);
     ReportMissingImportance(options_.importance, *importance,
                             !options_.filter.include.empty(), &session_);
@@ -137,10 +141,10 @@ class FileSweeper {
     inputs.insert(inputs.end(), input.paths().begin(), input.paths().end());
     inputs.insert(inputs.end(), {options_.importance, options_.inputs.map});
     for (const Budget& budget : budgets_) {
-      OutputOptions output = options_.output;
+      jobs::OutputOptions output = options_.output;
       output.path =
           absl::StrReplaceAll(output.path, {{kPlace, BudgetNumber(budget)}});
-      absl::Status status = output.CheckFile(inputs, ".txt", &session_);
+      absl::Status status = CheckOutputFile(output, inputs, ".txt", &session_);
       if (!status.ok()) return status;
       if (std::find(outputs_.begin(), outputs_.end(), output.path) !=
           outputs_.end()) {
@@ -158,7 +162,7 @@ class FileSweeper {
     std::vector<std::string> notes;
     for (const files::FileTensor* const tensor : taken) {
       for (const SpecTemplate& spec : specs) {
-        const std::string text = OneScaleText(spec, *tensor);
+        const std::string text = jobs::OneScaleText(spec, *tensor);
         if (!text.empty()) notes.push_back(absl::StrCat("quantctl: ", text));
       }
     }
@@ -177,7 +181,7 @@ class FileSweeper {
     std::vector<std::string> notes;
     for (const files::FileTensor* const tensor : *taken) {
       const bool is_named = MatchesAny(options_.filter.include, tensor->name);
-      if (is_named || (!IsLeftInGguf(options_.filter, *tensor) &&
+      if (is_named || (!jobs::IsLeftInGguf(options_.filter, *tensor) &&
                        BlockTypeFor(*spec, tensor->shape) != nullptr)) {
         measured.push_back(tensor);
         for (const SpecTemplate& one : specs) {

@@ -7,14 +7,15 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "client/cli/output.h"
 #include "client/cli/session.h"
-#include "client/cli/stored_inputs.h"
 #include "client/cli/sweep_options.h"
-#include "client/cli/tensor_options.h"
-#include "client/cli/tie_options.h"
 #include "client/cpp/client.h"
 #include "client/files/safetensors.h"
+#include "client/jobs/file_ties.h"
+#include "client/jobs/output.h"
+#include "client/jobs/spec_options.h"
+#include "client/jobs/stored_inputs.h"
+#include "client/jobs/tensor_filter.h"
 #include "client/models/model_importance.h"
 #include "client/models/model_sweep.h"
 #include "client/models/spec_syntax.h"
@@ -23,17 +24,17 @@ namespace quantd::cli {
 
 struct FileSweepOptions {
   std::string input;
-  SpecOptions spec;
-  TensorFilter filter;
+  jobs::SpecOptions spec;
+  jobs::TensorFilter filter;
   BudgetOptions budgets;
   // The file of --importance, and where specs with importance find that of
   // inputs.
   std::string importance;
-  InputsOptions inputs;
-  TieFlags ties;
+  jobs::InputsOptions inputs;
+  jobs::TieFlags ties;
   // A mixture has one spec for the tensors of a group.
   // With several budgets "{}" in the path stands for the figure of each.
-  OutputOptions output;
+  jobs::OutputOptions output;
 };
 
 // SweepTensors with a bar.

@@ -10,8 +10,9 @@
 #include "absl/strings/str_cat.h"
 #include "client/cli/command_line.h"
 #include "client/cli/table.h"
-#include "client/cli/tensor_options.h"
 #include "client/cpp/errors.h"
+#include "client/jobs/spec_options.h"
+#include "client/jobs/tensor_filter.h"
 #include "client/models/model_sweep.h"
 #include "client/models/spec_syntax.h"
 
@@ -66,7 +67,7 @@ void ErrorSourceOptions::AddPatternOption(Command* command) {
       "repeated");
 }
 
-absl::Status ErrorSourceOptions::Check(const TensorFilter& filter) const {
+absl::Status ErrorSourceOptions::Check(const jobs::TensorFilter& filter) const {
   if (HasFile() == !name.model.empty()) {
     return ArgumentInvalidError(absl::StrCat(
         "expected a file to measure on, or --model to predict from its "
@@ -124,7 +125,7 @@ absl::StatusOr<std::vector<SpecTemplate>> ParseSpecs(
     absl::StatusOr<SpecTemplate> spec = ParseSpecOrGgufType(text);
     if (!spec.ok()) return spec.status();
     if (!takes_gguf_types) {
-      const absl::Status status = CheckNoGgufType(*spec);
+      const absl::Status status = jobs::CheckNoGgufType(*spec);
       if (!status.ok()) return status;
     }
     specs.push_back(*std::move(spec));

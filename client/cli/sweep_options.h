@@ -10,7 +10,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/cli/command_line.h"
-#include "client/cli/tensor_options.h"
+#include "client/jobs/revision_name.h"
+#include "client/jobs/tensor_filter.h"
 #include "client/models/model_sweep.h"
 #include "client/models/spec_syntax.h"
 
@@ -19,7 +20,7 @@ namespace quantd::cli {
 // Where errors come from: FILE, on which they are measured, or --model and
 // --revision, from whose statistics they are predicted, with --pattern.
 struct ErrorSourceOptions {
-  NameOptions name;
+  jobs::RevisionName name;
   std::vector<std::string> patterns;
 
   // FILE sets `input`.
@@ -28,7 +29,7 @@ struct ErrorSourceOptions {
   bool HasFile() const { return file_->IsGiven(); }
   // Errors: ARGUMENT_INVALID unless there is one of both, and what chooses
   // tensors goes with it. `filter`  of a file.
-  absl::Status Check(const TensorFilter& filter) const;
+  absl::Status Check(const jobs::TensorFilter& filter) const;
 
  private:
   Option* file_ = nullptr;

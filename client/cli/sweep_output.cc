@@ -12,13 +12,13 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
-#include "client/cli/output.h"
 #include "client/cli/printable.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
 #include "client/files/atomic_file.h"
 #include "client/models/model_sweep.h"
 #include "client/models/spec_syntax.h"
+#include "client/models/text.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {

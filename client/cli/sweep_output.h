@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "client/cli/output.h"
 #include "client/cli/session.h"
 #include "client/models/model_sweep.h"
 #include "quantd/v1/encoding_service.pb.h"

@@ -53,19 +53,12 @@ class Table {
 // For a column of bytes.
 std::string BytesCell(uint64_t bytes);
 
-// True if `a` comes before `b` as people count: digits by their number, so that
-// layers.2 comes before layers.10, and all else by its bytes.
-bool NaturalLess(absl::string_view a, absl::string_view b);
-
 // True when stdout is a terminal that wants escapes: not with NO_COLOR set to
 // anything but the empty string, nor with TERM=dumb.
 bool StdoutHasStyle();
 
 // "9,999 B" below 10 KiB, otherwise "1.2 MiB".
 std::string BytesText(uint64_t bytes);
-
-// "1,234,567".
-std::string CountText(uint64_t count);
 
 // A note on numbers that the codes do not show: "has 2 NaN and 1 infinities".
 std::string NotFiniteText(uint64_t nan_count, uint64_t infinity_count);

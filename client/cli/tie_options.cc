@@ -9,14 +9,17 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "client/cli/table.h"
 #include "client/cpp/errors.h"
+#include "client/jobs/file_ties.h"
+#include "client/jobs/revision_name.h"
+#include "client/models/text.h"
 #include "google/protobuf/repeated_ptr_field.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 
-void TieFlags::AddOptions(Command* command, absl::string_view what) {
+void AddTieOptions(Command* command, absl::string_view what,
+                   jobs::TieFlags* flags) {
   const std::string help = absl::StrCat(
       what,
       ", such as '{layer}.self_attn.{q,k,v}_proj.weight': {A,B} is one of "
@@ -25,39 +28,14 @@ void TieFlags::AddOptions(Command* command, absl::string_view what) {
       "options "
       "the first that matches counts. Before the defaults: q/k/v, gate/up and "
       "w1/w3, which runtimes fuse");
-  command->AddOption("--tie", &patterns, "PATTERN", help.c_str());
-  command->AddFlag("--no-ties", &no_defaults,
+  command->AddOption("--tie", &flags->patterns, "PATTERN", help.c_str());
+  command->AddFlag("--no-ties", &flags->no_defaults,
                    "Leave out the defaults of --tie");
 }
 
-absl::StatusOr<TieOptions> TieFlags::Parse() const {
-  TieOptions options;
-  options.has_defaults = !no_defaults;
-  for (const std::string& text : patterns) {
-    absl::StatusOr<TiePattern> pattern = TiePattern::Parse(text);
-    if (!pattern.ok()) return pattern.status();
-    options.patterns.push_back(*std::move(pattern));
-  }
-  return options;
-}
-
-absl::StatusOr<std::vector<TieGroup>> FindFileTies(
-    const TieFlags& flags, bool matters,
-    const std::vector<const files::FileTensor*>& tensors) {
-  const absl::StatusOr<TieOptions> options = flags.Parse();
-  if (!options.ok()) return options.status();
-  if (!options->patterns.empty() && !matters) {
-    return ArgumentInvalidError(
-        "expected a spec with one outer scale, such as nvfp4, or with one "
-        "scale "
-        "from the extremes, such as float8_e4m3fn, with --tie");
-  }
-  return FindTiedTensors(*options, tensors);
-}
-
 absl::StatusOr<std::vector<NamedTies>> AddStoredTies(
-    const TieFlags& flags, const std::vector<EncodingSpec>& specs,
-    const NameOptions& name, Client* client,
+    const jobs::TieFlags& flags, const std::vector<EncodingSpec>& specs,
+    const jobs::RevisionName& name, Client* client,
     absl::FunctionRef<const EncodingSpec*(const std::string& name)> spec_of,
     google::protobuf::RepeatedPtrField<v1::TiedTensors>* ties) {
   const absl::StatusOr<TieOptions> options = flags.Parse();

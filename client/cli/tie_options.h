@@ -11,34 +11,21 @@
 #include "absl/strings/string_view.h"
 #include "client/cli/command_line.h"
 #include "client/cli/session.h"
-#include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/tensor.h"
 #include "client/files/safetensors.h"
+#include "client/jobs/file_ties.h"
+#include "client/jobs/revision_name.h"
 #include "client/models/tie_groups.h"
 #include "google/protobuf/repeated_ptr_field.h"
 #include "quantd/v1/encoding_service.pb.h"
 
 namespace quantd::cli {
 
-// --tie, --no-ties.
-struct TieFlags {
-  std::vector<std::string> patterns;
-  bool no_defaults = false;
-
-  // `what`  begins the help of --tie: which tensors share what.
-  void AddOptions(Command* command, absl::string_view what);
-  bool IsGiven() const { return no_defaults || !patterns.empty(); }
-  // Errors: ARGUMENT_INVALID.
-  absl::StatusOr<TieOptions> Parse() const;
-};
-
-// The groups of `flags` among tensors of files. `matters`  whether there is
-// something that they share.
-// Errors: ARGUMENT_INVALID; also for patterns where nothing is shared.
-absl::StatusOr<std::vector<TieGroup>> FindFileTies(
-    const TieFlags& flags, bool matters,
-    const std::vector<const files::FileTensor*>& tensors);
+// Adds --tie and --no-ties.
+// `what`  begins the help of --tie: which tensors share what.
+void AddTieOptions(Command* command, absl::string_view what,
+                   jobs::TieFlags* flags);
 
 // Adds the groups among the tensors of a revision that have statistics to the
 // ties of a request, and returns them; see FindNamedTies. Asks for the names
@@ -46,8 +33,8 @@ absl::StatusOr<std::vector<TieGroup>> FindFileTies(
 // not list names gets no groups by the defaults.
 // Errors: ARGUMENT_INVALID, those of the client.
 absl::StatusOr<std::vector<NamedTies>> AddStoredTies(
-    const TieFlags& flags, const std::vector<EncodingSpec>& specs,
-    const NameOptions& name, Client* client,
+    const jobs::TieFlags& flags, const std::vector<EncodingSpec>& specs,
+    const jobs::RevisionName& name, Client* client,
     absl::FunctionRef<const EncodingSpec*(const std::string& name)> spec_of,
     google::protobuf::RepeatedPtrField<v1::TiedTensors>* ties);
 

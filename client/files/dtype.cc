@@ -56,6 +56,10 @@ uint64_t CountMagnitudes(absl::Span<const uint8_t> data, Bits magnitude) {
 
 int64_t DtypeSizeBytes(Dtype dtype) { return (SizeBits(dtype) + 7) / 8; }
 
+bool IsPowerScale(Dtype dtype) {
+  return dtype == Dtype::kU8 || dtype == Dtype::kF8E8M0;
+}
+
 absl::string_view DtypeName(Dtype dtype) {
   return kRows[static_cast<int>(dtype)].name;
 }

@@ -40,6 +40,9 @@ enum class Dtype {
 // Size of an element: 1, 2, 4 or 8. Those below a byte count as 1.
 int64_t DtypeSizeBytes(Dtype dtype);
 
+// True if scales of that type may be powers of two: byte b is 2^(b - 127).
+bool IsPowerScale(Dtype dtype);
+
 // As safetensors spells it, e.g. "BF16", and back.
 absl::string_view DtypeName(Dtype dtype);
 std::optional<Dtype> ParseDtype(absl::string_view name);

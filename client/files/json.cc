@@ -77,7 +77,7 @@ std::string MarkPythonNumbers(absl::string_view text) {
   return marked;
 }
 
-std::string PythonJsonText(const nlohmann::ordered_json& value) {
+std::string PythonJsonText(const Json& value) {
   std::vector<std::pair<std::string, absl::string_view>> numbers;
   for (const absl::string_view number : kPythonNumbers) {
     numbers.emplace_back(Mark(number), number);

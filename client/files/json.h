@@ -10,6 +10,9 @@
 
 namespace quantd::files {
 
+// Keeps the order of keys.
+using Json = nlohmann::ordered_json;
+
 // Arrays and objects may be nested as deep as this: code that walks through
 // them calls itself.
 constexpr int kMostJsonDepth = 128;
@@ -19,11 +22,11 @@ bool IsTooDeep(absl::string_view text);
 
 // The value of a JSON text; is_discarded() for one that is none, or is nested
 // too deep.
-template <typename Json = nlohmann::ordered_json>
-Json ParseJson(absl::string_view text) {
-  if (IsTooDeep(text)) return Json(Json::value_t::discarded);
-  return Json::parse(text.begin(), text.end(), nullptr,
-                     /*allow_exceptions=*/false);
+template <typename Value = Json>
+Value ParseJson(absl::string_view text) {
+  if (IsTooDeep(text)) return Value(Value::value_t::discarded);
+  return Value::parse(text.begin(), text.end(), nullptr,
+                      /*allow_exceptions=*/false);
 }
 
 // JSON as Python's json writes and reads it, such as config.json of
@@ -33,13 +36,13 @@ Json ParseJson(absl::string_view text) {
 std::string MarkPythonNumbers(absl::string_view text);
 
 // As ParseJson.
-template <typename Json = nlohmann::ordered_json>
-Json ParsePythonJson(absl::string_view text) {
-  return ParseJson<Json>(MarkPythonNumbers(text));
+template <typename Value = Json>
+Value ParsePythonJson(absl::string_view text) {
+  return ParseJson<Value>(MarkPythonNumbers(text));
 }
 
 // The text of a value of ParsePythonJson, indented by 2.
-std::string PythonJsonText(const nlohmann::ordered_json& value);
+std::string PythonJsonText(const Json& value);
 
 }  // namespace quantd::files
 

@@ -52,11 +52,6 @@ bool IsFloatScale(Dtype dtype) {
   return dtype == Dtype::kF32 || dtype == Dtype::kF16 || dtype == Dtype::kBF16;
 }
 
-// Powers of two, 2^(byte - 127).
-bool IsPowers(Dtype dtype) {
-  return dtype == Dtype::kU8 || dtype == Dtype::kF8E8M0;
-}
-
 // Whether a tensor that nobody decoded has the type of codes, or the name of
 // their scales.
 bool MayBeCodes(const FileTensor& tensor) {
@@ -419,7 +414,7 @@ class CheckpointReader {
     const FileTensor* const scale =
         input_.Find(absl::StrCat(stem, std::string(1, separator), "scales"));
     return !config_.method.empty() ||
-           (scale != nullptr && IsPowers(scale->dtype));
+           (scale != nullptr && files::IsPowerScale(scale->dtype));
   }
 
   const ScaleFinder& ScalesBeside() {
@@ -587,7 +582,7 @@ class CheckpointReader {
   // What blocks the scales are of, by their shape.
   absl::Status SetScales(const FileTensor& scale, CodedTensor* tensor) const {
     files::CodeScales& scales = tensor->scales;
-    scales.dtype = IsPowers(scale.dtype) ? Dtype::kU8 : scale.dtype;
+    scales.dtype = files::IsPowerScale(scale.dtype) ? Dtype::kU8 : scale.dtype;
     scales.data = scale.data;
     const int64_t rows = tensor->rows;
     const int64_t columns = tensor->columns;
@@ -602,7 +597,8 @@ class CheckpointReader {
                        DtypeName(scale.dtype), " ", ShapeText(scale.shape),
                        " for ", ShapeText(tensor->shape)));
     };
-    if (!IsPowers(scale.dtype) && !IsFloatScale(scale.dtype)) return wrong();
+    if (!files::IsPowerScale(scale.dtype) && !IsFloatScale(scale.dtype))
+      return wrong();
     if (tensor->matrices * rows * columns == 0) return absl::OkStatus();
     if (count == 1 && scale.dtype != Dtype::kU8) {
       scales.rows = rows;
@@ -660,13 +656,13 @@ class CheckpointReader {
       const FileTensor& codes) {
     const FileTensor& scale = *Part(codes.name, "_scale");
     const FileTensor* const outer = Part(codes.name, "_scale_2");
-    if (scale.dtype != Dtype::kF8E4M3 && !IsPowers(scale.dtype)) {
+    if (scale.dtype != Dtype::kF8E4M3 && !files::IsPowerScale(scale.dtype)) {
       // Something else than what is read; whoever quantizes refuses it.
       return std::optional<CodedTensor>();
     }
     CodedTensor tensor;
     tensor.name = codes.name;
-    const bool is_mx = IsPowers(scale.dtype);
+    const bool is_mx = files::IsPowerScale(scale.dtype);
     const int64_t group = is_mx ? kMxGroup : 16;
     tensor.layout = is_mx ? "MXFP4" : "NVFP4";
     std::vector<int64_t> shape = codes.shape;
@@ -726,7 +722,7 @@ class CheckpointReader {
     const FileTensor* const scale = input_.Find(scale_name);
     const std::vector<int64_t> expected(blocks.shape.begin(),
                                         blocks.shape.end() - 1);
-    if (scale == nullptr || !IsPowers(scale->dtype) ||
+    if (scale == nullptr || !files::IsPowerScale(scale->dtype) ||
         scale->shape != expected) {
       return Malformed(
           name, absl::StrCat("expected ", scale_name, " of U8 ",

@@ -1,5 +1,5 @@
 """Quantized tensors of compressed-tensors models, read; see
-client/cli/compressed_tensors.h for the layouts."""
+client/models/compressed_tensors.h for the layouts."""
 
 from __future__ import annotations
 

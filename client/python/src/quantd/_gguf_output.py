@@ -1,4 +1,4 @@
-"""Writes GGUF files, as client/cli/gguf_output.cc and
+"""Writes GGUF files, as client/jobs/gguf_output.cc and
 client/files/gguf_builder.cc do."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How llama.cpp calls the weights of a model; as client/cli/llama_names.h."""
+"""How llama.cpp calls the weights of a model; as client/models/llama_names.h."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """How much errors in each column of a model's weights count; as
-client/cli/importance_options.h."""
+client/jobs/importance.h."""
 
 from __future__ import annotations
 

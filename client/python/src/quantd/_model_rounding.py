@@ -1,5 +1,5 @@
 """Rounding of all weights of a model for the outputs of their layers; as
-client/cli/quantize_rounding.h."""
+client/jobs/quantize_rounding.h."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Shares of one quantize_model() that different processes do, as quantctl
-shares them out: see client/cli/quantize_parts.h."""
+shares them out: see client/jobs/quantize_parts.h."""
 
 from __future__ import annotations
 

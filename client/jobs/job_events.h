@@ -1,0 +1,64 @@
+// What a job tells its caller while it runs.
+
+#ifndef QUANTD_CLIENT_JOBS_JOB_EVENTS_H_
+#define QUANTD_CLIENT_JOBS_JOB_EVENTS_H_
+
+#include <cstdint>
+#include <functional>
+
+#include "absl/strings/string_view.h"
+
+namespace quantd::jobs {
+
+// Each may be empty. No two run at once.
+struct JobEvents {
+  // A line for people: what the output does not have and need not have, ...
+  std::function<void(absl::string_view text)> on_note = {};
+  // ... and what it lacks.
+  std::function<void(absl::string_view text)> on_warning = {};
+  // A tensor is done: `done_bytes` out of `total_bytes` of all tensors.
+  std::function<void(uint64_t done_bytes, uint64_t total_bytes,
+                     absl::string_view tensor)>
+      on_progress = {};
+  // A file of the output is in its place, or the encodings are published.
+  std::function<void()> on_step = {};
+  // True ends the job as soon as no tensor is under way: its error is
+  // CANCELLED. Called from several threads.
+  std::function<bool()> is_stopped = {};
+
+  void Note(absl::string_view text) const {
+    if (on_note) on_note(text);
+  }
+  void Warn(absl::string_view text) const {
+    if (on_warning) on_warning(text);
+  }
+  void Step() const {
+    if (on_step) on_step();
+  }
+  bool stopped() const { return is_stopped && is_stopped(); }
+};
+
+// Counts the bytes that are done, for on_progress. Not thread-safe.
+class JobProgress {
+ public:
+  // `events` must stay.
+  JobProgress(uint64_t total_bytes, const JobEvents& events)
+      : total_bytes_(total_bytes), events_(events) {}
+
+  // Notes that `bytes` of a tensor are done.
+  void Add(uint64_t bytes, absl::string_view tensor) {
+    done_bytes_ += bytes;
+    if (events_.on_progress) {
+      events_.on_progress(done_bytes_, total_bytes_, tensor);
+    }
+  }
+
+ private:
+  const uint64_t total_bytes_;
+  const JobEvents& events_;
+  uint64_t done_bytes_ = 0;
+};
+
+}  // namespace quantd::jobs
+
+#endif  // QUANTD_CLIENT_JOBS_JOB_EVENTS_H_
