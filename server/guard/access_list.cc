@@ -38,7 +38,7 @@ constexpr absl::string_view kCertificate = "certificate:";
 constexpr absl::string_view kModels = "models:";
 constexpr absl::string_view kPrincipal = "principal:";
 
-// What is shorter is rather a slip than meant.
+// The least age of a retention rule; a shorter one is rather a slip than meant.
 constexpr absl::Duration kLeastAge = absl::Hours(1);
 
 struct ScopeName {
@@ -57,7 +57,8 @@ std::string Digest(absl::string_view token) {
   return digest;
 }
 
-// What a credential of the file is kept under; empty if it is none.
+// Key that a credential of the file is kept under; empty if the text is no
+// credential.
 std::string KeyOf(absl::string_view credential) {
   if (absl::StartsWith(credential, kCertificate) &&
       credential.size() > kCertificate.size()) {

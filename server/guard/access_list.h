@@ -60,8 +60,8 @@ class Principal {
   // NAME; empty of one that is unrestricted.
   const std::string& name() const { return name_; }
 
-  // Whether names of that model mean anything to the caller. What it may not
-  // see does not exist for it.
+  // True if names of that model mean anything to the caller. A model that it
+  // may not see does not exist for it.
   bool MaySee(absl::string_view model) const;
   // Comes before all models that the caller may see, which lie together, and
   // after all others before them; in the order of names, bytewise.
@@ -71,12 +71,12 @@ class Principal {
   std::string AfterModels() const;
   // Errors: SCOPE_MISSING.
   absl::Status Check(Scope scope) const;
-  // Whether the caller may store something under the names of that model.
+  // Checks that the caller may store something under the names of that model.
   // Errors: SCOPE_MISSING; MODEL_DENIED, whether there is such a model or not.
   absl::Status CheckWrite(absl::string_view model) const;
   // Errors: TOKEN_INVALID once it has expired.
   absl::Status CheckTime(absl::Time now) const;
-  // What its writes under the names of that model are counted for.
+  // Account that the caller's writes under the names of that model count for.
   WriteAccount AccountFor(absl::string_view model) const;
 
  private:
@@ -92,7 +92,8 @@ class Principal {
   absl::Time expires_ = absl::InfiniteFuture();
 };
 
-// What a call brings to say who makes it. Holds no secret.
+// Token digest and certificate by which a call says who makes it. Holds no
+// secret.
 struct Credential {
   // `token`  of an "authorization: Bearer" header; empty for none.
   Credential(absl::string_view token,
@@ -100,7 +101,7 @@ struct Credential {
 
   // SHA-256; empty without a token.
   std::string token_digest;
-  // Of the client's certificate: common name, then alternative names.
+  // Names in the client's certificate: common name, then alternative names.
   std::vector<std::string> certificate_names;
   // CertificateIds of that certificate and of those that came with it; empty
   // where nobody wants to know.
@@ -125,7 +126,7 @@ struct RetentionRule {
 
 constexpr absl::string_view kAllModels = "models:*";
 
-// Whether a scope of models counts that model.
+// True if a scope of models counts that model.
 bool ScopeHolds(absl::string_view scope, absl::string_view model);
 
 // An access file, parsed. Immutable, thread-safe.
@@ -181,7 +182,7 @@ class AccessFile {
 
   const std::string path_;
   mutable absl::Mutex mutex_;
-  // What was there at the last look; none if the file could not be read.
+  // Text of the file at the last look; none if the file could not be read.
   absl::optional<std::string> text_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const AccessList> list_ ABSL_GUARDED_BY(mutex_);
 };

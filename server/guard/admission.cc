@@ -24,7 +24,7 @@ constexpr absl::Duration kMaxRetry = absl::Seconds(5);
 constexpr absl::Duration kMaxExcess = absl::Seconds(20);
 // A new value moves an average by a part of its distance.
 constexpr int64_t kSmoothing = 8;
-// Of ratios that are kept as integers.
+// Unit of ratios that are kept as integers.
 constexpr int64_t kRatioUnit = 1024;
 
 // Writers may overtake each other, which loses one value.
@@ -88,9 +88,9 @@ absl::Duration Admission::QueueDelay(absl::Duration work) const {
     const int64_t work_ns = loads.work_ns.load(std::memory_order_relaxed);
     const int64_t tensor_ns = loads.tensor_ns.load(std::memory_order_relaxed);
     if (count <= 0 || work_ns <= 0 || tensor_ns <= 0) continue;
-    // Of a longer tensor the same part is left for a shorter one as for its
-    // like, so that neither has to give way to the other; and the longer it is
-    // the less it counts, as it takes turns only.
+    // A longer tensor has the same part of itself left for a shorter one as for
+    // its like, so that neither has to give way to the other. The longer it is,
+    // the less it counts, because it takes turns only.
     const double ratio = std::min(1.0, own_ns * static_cast<double>(count) /
                                            static_cast<double>(tensor_ns));
     sum_ns += static_cast<double>(work_ns) * ratio * ratio;
@@ -146,7 +146,7 @@ absl::Status Admission::Admit(bool worker_is_idle, absl::Duration work) {
   const absl::Duration own =
       std::max(work * (0.65 - 0.5 / threads_), kLeastDelay);
   const bool may_burst = MayBurst(work, queued <= own / 2);
-  // Those that were just taken may not have reached a worker yet.
+  // Tensors that were just admitted may not have reached a worker yet.
   if (!worker_is_idle || loaded_.load(std::memory_order_relaxed) >= threads_) {
     const absl::Duration most_queued =
         may_burst ? std::max(own, max_delay_) : own;
@@ -208,7 +208,7 @@ absl::Duration Admission::SearchTime(Rpc rpc, absl::Duration estimate) const {
 }
 
 void Admission::Fed(Rpc rpc, int64_t bytes, absl::Duration time) {
-  // What opening a tensor takes would distort the rate of small ones.
+  // The time of opening a tensor would distort the rate of small ones.
   constexpr int64_t kMinBytes = 16 << 10;
   if (bytes < kMinBytes) return;
   Average(&feed_ns_per_mib_[static_cast<int>(rpc)],

@@ -1,4 +1,4 @@
-// Whether the workers have time for another tensor.
+// Checks that the workers have time for another tensor.
 
 #ifndef QUANTD_SERVER_GUARD_ADMISSION_H_
 #define QUANTD_SERVER_GUARD_ADMISSION_H_
@@ -26,8 +26,8 @@ namespace quantd::server {
 // - When the workers stay busy it may wait for 0.65 - 0.5 / threads of what it
 //   takes itself, but at least for a millisecond.
 //
-// What counts is the work that is left: what a tensor was taken for, corrected
-// by what others took, minus the processor time that it has had.
+// The work that is left counts: the estimate for a tensor, corrected by the
+// time that others took, minus the processor time that it has had.
 //
 // Much longer tensors share the workers with it. They count once there are more
 // than five to a worker and they delay it by more than `max_delay`.
@@ -84,7 +84,7 @@ class Admission {
     int64_t tensor_ns_ = 0;
   };
 
-  // What a tensor is taken for of which nothing is known.
+  // Estimate for a tensor of which nothing is known.
   static constexpr absl::Duration kUnknownWork = absl::Milliseconds(20);
 
   // The time since some moment; never goes back.
@@ -94,9 +94,9 @@ class Admission {
   Admission(int threads, absl::Duration max_delay, OpenTensors* open_tensors,
             Clock clock = &core::SteadyNow);
 
-  // Whether one more tensor may be worked on, beside what is loaded, that takes
-  // one worker as long as `work`. A worker that has nothing to do needs no
-  // estimate.
+  // Checks that the workers may take on one more tensor, beside what is loaded,
+  // that takes one worker as long as `work`. A worker that has nothing to do
+  // needs no estimate.
   // Errors: OVERLOADED, with a retry delay that grows with the share that is
   // turned away and differs from call to call, so that clients spread out.
   absl::Status Admit(bool worker_is_idle, absl::Duration work)
@@ -119,11 +119,11 @@ class Admission {
   // Requires, as below: an RPC that handles tensors.
   absl::Duration FeedTime(Rpc rpc, int64_t bytes) const;
   absl::Duration FinishTime(Rpc rpc, int64_t tensor_bytes) const;
-  // The same for a search that should take `estimate` by its spec. Estimates
-  // are off by a factor that depends on the machine and the data. It is learned
-  // from earlier searches of about that length.
+  // How long one worker takes for a search that should take `estimate` by its
+  // spec. Estimates are off by a factor that depends on the machine and the
+  // data. It is learned from earlier searches of about that length.
   absl::Duration SearchTime(Rpc rpc, absl::Duration estimate) const;
-  // What they took.
+  // Learn from the time that feeding, finishing or searching took.
   void Fed(Rpc rpc, int64_t bytes, absl::Duration time);
   void Finished(Rpc rpc, int64_t tensor_bytes, absl::Duration time);
   void Searched(Rpc rpc, absl::Duration estimate, absl::Duration time);
@@ -139,7 +139,7 @@ class Admission {
     std::atomic<int64_t> tensor_ns{0};
     std::atomic<int64_t> count{0};
   };
-  // Whether tensors of a size may come as a burst.
+  // State that tells if tensors of a size may come as a burst.
   struct Burst {
     bool allowed = true;
     // Goes up while there is hardly a queue for them, and down while there is.
@@ -151,9 +151,9 @@ class Admission {
   void Add(int64_t work_ns, int64_t tensor_ns, int count);
   // How long such a tensor stands behind its like, and shorter ones.
   absl::Duration QueueDelay(absl::Duration work) const;
-  // Whether the caller may open one more.
+  // True if the caller may open one more tensor.
   bool HasPlace() const;
-  // Whether it may be part of a burst.
+  // True if such a tensor may be part of a burst.
   bool MayBurst(absl::Duration work, bool is_calm)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // After a tensor was turned away; about `excess` has to be worked off before
@@ -164,7 +164,7 @@ class Admission {
   const int threads_;
   const absl::Duration max_delay_;
   OpenTensors* const open_tensors_;
-  // Of this caller.
+  // Number of open tensors of this caller.
   std::atomic<int64_t> tensors_{0};
   const Clock clock_;
   std::array<Loads, kSizes> loads_{};
@@ -174,7 +174,8 @@ class Admission {
   std::array<std::atomic<int64_t>, kTensorRpcCount> feed_ns_per_mib_{};
   std::array<std::array<std::atomic<int64_t>, kSizes>, kTensorRpcCount>
       finish_ns_{};
-  // What searches take to their estimates, in parts of kRatioUnit.
+  // Ratios of the time that searches take to their estimates, in parts of
+  // kRatioUnit.
   std::array<std::array<std::atomic<int64_t>, kSizes>, kTensorRpcCount>
       search_ratio_{};
 

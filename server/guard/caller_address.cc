@@ -18,7 +18,7 @@ namespace {
 
 constexpr char kUnix[] = "unix";
 
-// Of a connected socket.
+// Address of the peer of a connected socket.
 std::string AddressOfSocket(int socket) {
   sockaddr_storage address{};
   socklen_t size = sizeof(address);

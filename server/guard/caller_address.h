@@ -1,4 +1,4 @@
-// Where a call comes from.
+// Address that a call comes from.
 
 #ifndef QUANTD_SERVER_GUARD_CALLER_ADDRESS_H_
 #define QUANTD_SERVER_GUARD_CALLER_ADDRESS_H_

@@ -1,4 +1,4 @@
-// What each caller has of the server.
+// Share that each caller has of the server.
 
 #ifndef QUANTD_SERVER_GUARD_CALLER_SHARE_H_
 #define QUANTD_SERVER_GUARD_CALLER_SHARE_H_
@@ -24,7 +24,7 @@ struct CallerShare {
               absl::Duration max_delay, Admission::OpenTensors* open_tensors)
       : group(group), admission(threads, max_delay, open_tensors) {}
 
-  // Of its tasks.
+  // Group of the caller's tasks.
   const core::ThreadPool::Group group;
   // Its tensors wait for its own tensors, not for those of others.
   Admission admission;
@@ -52,7 +52,8 @@ class CallerShares {
   Admission::OpenTensors open_tensors_;
   mutable absl::Mutex mutex_;
   core::ThreadPool::Group last_group_ ABSL_GUARDED_BY(mutex_) = 0;
-  // Those that are in use, and some that were: they know what tensors take.
+  // Shares that are in use, and some that were: they know how long tensors
+  // take.
   absl::flat_hash_map<std::string, std::shared_ptr<CallerShare>> shares_
       ABSL_GUARDED_BY(mutex_);
 };

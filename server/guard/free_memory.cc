@@ -39,7 +39,7 @@ void FreeMemory::Look(int64_t used_bytes) {
   look_count_ = kept_bytes < kLeastBytes ? 0 : look_count_ + 1;
   if (look_count_ < kLooks) return;
   options_.give_back();
-  // What stays is of use, such as the cache.
+  // Memory that stays is of use, such as the cache.
   base_bytes_ = std::max<int64_t>(0, options_.private_bytes() - used_bytes);
   look_count_ = 0;
 }

@@ -29,7 +29,8 @@ class FreeMemory {
 
  private:
   const Options options_;
-  // What was there when all had been given back, without what requests held.
+  // Private bytes when all had been given back, without those that requests
+  // held.
   int64_t base_bytes_;
   // So many looks found that much is free.
   int look_count_ = 0;

@@ -1,4 +1,4 @@
-// What a client may ask for.
+// Limits on what a client may ask for.
 
 #ifndef QUANTD_SERVER_GUARD_LIMITS_H_
 #define QUANTD_SERVER_GUARD_LIMITS_H_

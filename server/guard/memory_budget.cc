@@ -15,7 +15,7 @@
 namespace quantd::server {
 namespace {
 
-// What a client is told to wait when the budget is full for now.
+// Time that a client is told to wait when the budget is full for now.
 constexpr absl::Duration kRetryAfter = absl::Seconds(1);
 
 // For so long a caller that was refused is taken to try again.

@@ -21,7 +21,7 @@
 
 namespace quantd::server {
 
-// What calls that others may make room for tell their client to do.
+// Advice to the client of a call that other calls may make room for.
 constexpr char kWayOutWithFewerCalls[] =
     "try again when fewer calls are under way";
 
@@ -62,7 +62,7 @@ class MemoryBudget {
     core::ThreadPool::Group holder_ = 0;
   };
 
-  // What passes through one stream. Not thread-safe.
+  // Bytes that pass through one stream. Not thread-safe.
   class Transit {
    public:
     explicit Transit(MemoryBudget* budget) : budget_(budget) {}
@@ -115,7 +115,7 @@ class MemoryBudget {
   // Grows `lease` (of this budget, or empty) to `bytes`. Errors: as Acquire.
   absl::Status Grow(Lease* lease, int64_t bytes, absl::string_view way_out)
       ABSL_LOCKS_EXCLUDED(mutex_);
-  // The same for what is there already, which nobody can refuse.
+  // Like Grow, for memory that is there already, which nobody can refuse.
   void Count(Lease* lease, int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
 
   int64_t total_bytes() const { return total_bytes_; }
@@ -136,7 +136,8 @@ class MemoryBudget {
   absl::Status TransitError() const;
 
  private:
-  // What a caller has. Nobody has group 0: what has no caller is not limited.
+  // Memory that a caller holds. Nobody has group 0: memory without a caller is
+  // not limited.
   struct Holder {
     int64_t bytes = 0;
     // When it was last refused what would fit by itself, if it got nothing
@@ -146,7 +147,7 @@ class MemoryBudget {
 
   void Return(core::ThreadPool::Group holder, int64_t bytes)
       ABSL_LOCKS_EXCLUDED(mutex_);
-  // Whether there is room for what the holder asks for.
+  // True if there is room for the bytes that the holder asks for.
   bool HasRoom(core::ThreadPool::Group holder, int64_t bytes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Hold(Lease* lease, int64_t more_bytes)
@@ -161,7 +162,7 @@ class MemoryBudget {
   mutable absl::Mutex mutex_;
   int64_t leased_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t transit_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
-  // Those that have something, or wait.
+  // Holders that have memory, or wait for it.
   absl::flat_hash_map<core::ThreadPool::Group, Holder> holders_
       ABSL_GUARDED_BY(mutex_);
   // Changes under mutex_.
@@ -170,7 +171,7 @@ class MemoryBudget {
   int64_t transit_count_ ABSL_GUARDED_BY(mutex_) = 0;
 
   absl::Mutex shared_mutex_;
-  // Of objects that something was taken for.
+  // Leases by the object that memory was taken for.
   absl::flat_hash_map<const void*, std::weak_ptr<const Lease>> shared_
       ABSL_GUARDED_BY(shared_mutex_);
 };

@@ -100,9 +100,9 @@ TenantEncodingStore::ListEncodings(absl::string_view model,
 
 absl::StatusOr<std::vector<ModelListEntry>> TenantEncodingStore::ListModels(
     const NameRange& range, int limit) {
-  // What the caller may see lies together in the order of names, and nothing
-  // else is read: neither the answer nor the time it takes tells how many
-  // others there are.
+  // Models that the caller may see lie together in the order of names, and
+  // nothing else is read: neither the answer nor the time it takes tells how
+  // many others there are.
   const std::string first = principal_->BeforeModels();
   const std::string last = principal_->AfterModels();
   NameRange seen{std::max<absl::string_view>(range.after, first),

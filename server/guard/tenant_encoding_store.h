@@ -16,10 +16,10 @@
 
 namespace quantd::server {
 
-// What the caller may not see does not exist for it: reading and deleting
-// answer as for a name that was never stored, without asking the store, and
-// lists leave it out. What it writes counts for it, and keeps to the quotas of
-// the access file. Thread-safe.
+// A model that the caller may not see does not exist for it: reading and
+// deleting answer as for a name that was never stored, without asking the
+// store, and lists leave it out. A write of the caller counts for it, and keeps
+// to the quotas of the access file. Thread-safe.
 class TenantEncodingStore : public EncodingStore {
  public:
   // `inner` must outlive this.

@@ -18,10 +18,10 @@
 
 namespace quantd::server {
 
-// What the caller may not see does not exist for it: reading and deleting
-// answer as for a name that was never stored, without asking the store, and
-// lists are empty. What it writes counts for it, and keeps to the quotas of the
-// access file. Thread-safe.
+// A model that the caller may not see does not exist for it: reading and
+// deleting answer as for a name that was never stored, without asking the
+// store, and lists are empty. A write of the caller counts for it, and keeps to
+// the quotas of the access file. Thread-safe.
 class TenantStatisticsStore : public StatisticsStore {
  public:
   // `inner` must outlive this.

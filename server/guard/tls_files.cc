@@ -69,8 +69,8 @@ absl::Status TlsFileInvalid(absl::string_view flag, const std::string& path,
       "--", flag, ": expected ", expected, ", got \"", path, "\""));
 }
 
-// Whether what was read last was not there, and so was not broken. Forgets what
-// OpenSSL has noted, which nobody else looks at.
+// True if the last read found nothing more, rather than something broken.
+// Forgets the errors that OpenSSL has noted, which nobody else looks at.
 bool IsAtEnd() {
   const uint64_t error = ERR_peek_last_error();
   ERR_clear_error();
@@ -175,8 +175,9 @@ absl::Status LoadRevoked(const TlsOptions& options, absl::string_view pem,
                         "certificate revocation lists in PEM");
 }
 
-// Those that are not revoked: a client need not send what is between its own
-// certificate and the first authority, so that nothing else would tell.
+// Loads the authorities; client_ca_pem leaves out those that are revoked. A
+// client need not send the certificates between its own and the first
+// authority, so that nothing else would tell of a revoked one.
 absl::Status LoadAuthorities(const TlsOptions& options, absl::string_view pem,
                              TlsMaterial* material) {
   auto authorities = std::make_shared<ClientAuthorities>();
@@ -192,7 +193,7 @@ absl::Status LoadAuthorities(const TlsOptions& options, absl::string_view pem,
                         "certificates of authorities in PEM, not all revoked");
 }
 
-// What the files hold.
+// Texts of the files.
 struct TlsTexts {
   std::string certificate;
   std::string key;
@@ -274,7 +275,7 @@ std::vector<std::vector<std::string>> IssuerIds(const TlsMaterial& material,
   std::vector<std::vector<std::string>> ids;
   if (material.authorities == nullptr) return ids;
   const std::vector<Certificate> own = ParseCertificates(pem);
-  // Those whose issuers are looked for.
+  // Certificates whose issuers are looked for.
   std::vector<X509*> issued;
   for (const Certificate& certificate : own) {
     issued.push_back(certificate.get());
@@ -287,7 +288,8 @@ std::vector<std::vector<std::string>> IssuerIds(const TlsMaterial& material,
         issuers.push_back(authority.get());
       }
     }
-    // Of several with one name the signature tells; it takes far longer.
+    // If several have one name, the signature tells; checking it takes far
+    // longer.
     if (issuers.size() > 1) {
       issuers.erase(std::remove_if(issuers.begin(), issuers.end(),
                                    [certificate](X509* issuer) {
@@ -301,7 +303,7 @@ std::vector<std::vector<std::string>> IssuerIds(const TlsMaterial& material,
     if (issuers.empty()) continue;
     std::vector<std::string>& group = ids.emplace_back();
     for (const X509* issuer : issuers) group.push_back(IdOf(issuer));
-    // Where there are several ways up, one that is revoked decides nothing.
+    // If there are several ways up, one that is revoked decides nothing.
     if (issuers.size() == 1 && !absl::c_linear_search(issued, issuers[0])) {
       issued.push_back(issuers[0]);
     }

@@ -19,7 +19,7 @@
 
 namespace quantd::server {
 
-// Whether the server asks clients for a certificate, and requires one.
+// Says if the server asks clients for a certificate, and if it requires one.
 enum class ClientAuth {
   // kRequire if there is a client_ca, else kNone.
   kAuto,
@@ -39,24 +39,24 @@ struct TlsOptions {
   std::string client_crl;
   ClientAuth client_auth = ClientAuth::kAuto;
 
-  // What kAuto means, else client_auth.
+  // client_auth, or what kAuto means.
   ClientAuth EffectiveClientAuth() const;
 };
 
 // Certificates of authorities, parsed.
 struct ClientAuthorities;
 
-// What the files hold, checked. Immutable, thread-safe.
+// Contents of the files, checked. Immutable, thread-safe.
 struct TlsMaterial {
   std::string certificate_pem;
   std::string key_pem;
   // Without authorities that are revoked.
   std::string client_ca_pem;
-  // Of the server's certificate.
+  // End of the validity of the server's certificate.
   absl::Time expires;
-  // CertificateIds of those that are revoked.
+  // CertificateIds of certificates that are revoked.
   absl::flat_hash_set<std::string> revoked;
-  // With those that are revoked; null without client_ca.
+  // All authorities, also those that are revoked; null without client_ca.
   std::shared_ptr<const ClientAuthorities> authorities;
 };
 
@@ -96,7 +96,7 @@ class TlsFiles {
 
   const TlsOptions options_;
   mutable absl::Mutex mutex_;
-  // What the files held when they were looked at last.
+  // Contents of the files when they were looked at last.
   std::string seen_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const TlsMaterial> material_ ABSL_GUARDED_BY(mutex_);
 };

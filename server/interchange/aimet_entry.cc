@@ -25,7 +25,7 @@ namespace {
 constexpr int kLpbqDecompressedBits = 8;
 constexpr int kLeastBits = 2;
 constexpr int kMostBits = 16;
-// What biases have besides.
+// The width that biases may have besides.
 constexpr int kWideBits = core::kWideIntegerBits;
 constexpr int kMostAimetBits = 64;
 constexpr int64_t kMaxAimetBlock = int64_t{1} << 53;

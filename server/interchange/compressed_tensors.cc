@@ -32,7 +32,7 @@ constexpr int64_t kMxfp4Group = 32;
 // How a tensor is quantized, as the configuration says it.
 struct Scheme {
   Json arguments;
-  // Of weights: how the codes lie in the safetensors.
+  // For weights: how the codes lie in the safetensors.
   std::string format;
 };
 
@@ -180,7 +180,7 @@ class CompressedTensorsWriter final : public EncodingsWriter {
   }
 
   absl::Status Finish(core::StopToken stop, std::string* out) override {
-    // Of each scheme, in order of their first module.
+    // Indices of groups by scheme; groups are in order of their first module.
     std::map<Module, size_t> group_index;
     std::vector<Group> groups;
     std::set<int> formats;
@@ -238,7 +238,7 @@ class CompressedTensorsWriter final : public EncodingsWriter {
     std::vector<const std::string*> modules;
   };
 
-  // What a module or a text takes beside its bytes, in all that refers to it.
+  // Memory of a module or a text beside its bytes, in all that refers to it.
   static constexpr int64_t kModuleBytes = 400;
   static constexpr int64_t kTextBytes = 160;
 

@@ -29,7 +29,7 @@ bool IsInteger(core::NumberFormat format) {
   return info != nullptr && info->kind == core::CodeKind::kInteger;
 }
 
-// The same number, zeros by their sign; NaN is one.
+// True if both are the same number, zeros by their sign; NaN is one.
 bool SameNumber(float a, float b) {
   if (std::isnan(a) || std::isnan(b)) return std::isnan(a) && std::isnan(b);
   return a == b && std::signbit(a) == std::signbit(b);
@@ -50,7 +50,7 @@ bool SameBlocks(const core::Encoding& a, const core::Encoding& b) {
          a.block_size.size() == b.block_size.size();
 }
 
-// What of `before` is not in `after`.
+// Lists, in words, the parts of `before` that are not in `after`.
 std::vector<std::string> Differences(const core::Encoding& before,
                                      const core::Encoding& after) {
   std::vector<std::string> differences;

@@ -59,7 +59,7 @@ absl::StatusOr<bool> WriteEntry(const EntryFormat& format,
 // where there is none or more than one. Dimensions of one scale count as whole.
 int ChannelAxis(const core::Encoding& encoding);
 
-// As many as scales.
+// Zero points, as many as scales.
 std::vector<int32_t> ZeroPoints(const core::Encoding& encoding);
 
 // INTERCHANGE_UNSUPPORTED unless `encoding` is of an integer format that is not
@@ -71,11 +71,11 @@ absl::Status CheckIsInteger(const core::Encoding& encoding,
 absl::Status CheckZeroPointsAreCodes(const core::Encoding& encoding,
                                      absl::string_view target);
 
-// Whether it is of integers under integer scales: LPBQ, and the same of other
-// widths.
+// True if the encoding is of integers under integer scales: LPBQ, and its like
+// of other widths.
 bool HasIntegerScales(const core::Encoding& encoding);
 
-// Whether the codes lie around zero: what others mean by symmetric. Unsigned
+// True if the codes lie around zero, which others call symmetric. Unsigned
 // integers do not, also where their zero point is 0.
 bool IsSymmetric(const core::Encoding& encoding);
 

@@ -32,7 +32,7 @@ namespace {
 constexpr char kQuantdFormatName[] = "quantd-encodings";
 constexpr char kOnnxFormatName[] = "onnx-qdq";
 constexpr int kDocumentVersion = 1;
-// What AIMET 0.6.1 and 1.0.0 have, of which a file may lack one.
+// Keys of the encodings in AIMET 0.6.1 and 1.0.0; a file may lack one.
 constexpr char kActivations[] = "activation_encodings";
 constexpr char kParameters[] = "param_encodings";
 
@@ -70,8 +70,8 @@ class ListWriter final : public EncodingsWriter {
   const EntryFormat& format_;
 };
 
-// What the quantizer_args of AIMET 0.6.1 and 1.0.0 say of all: the widest, and
-// what any parameter has.
+// The quantizer_args of AIMET 0.6.1 and 1.0.0, which describe all encodings:
+// the largest bit widths, and the properties that any parameter has.
 class QuantizerArguments {
  public:
   void Note(bool is_parameter, const core::Encoding& encoding) {
@@ -181,7 +181,8 @@ std::string ModuleTensorName(const ModuleTensor& tensor) {
   return name;
 }
 
-// Of digits as we write them: others would be further names of the same place.
+// Reads an index in digits as we write them: others would be further names of
+// the same place.
 bool ParseIndex(absl::string_view text, int64_t* index) {
   return absl::SimpleAtoi(text, index) && *index >= 0 &&
          absl::StrCat(*index) == text;
@@ -286,7 +287,7 @@ class AimetTorchWriter final : public EncodingsWriter {
   }
 
  private:
-  // What an activation takes beside its name and text, here and when written.
+  // Memory of an activation beside its name and text, here and when written.
   static constexpr int64_t kModuleBytes = 500;
 
   using Kinds = std::array<std::map<int64_t, std::string>, 2>;
@@ -451,7 +452,8 @@ bool IsAimet(InterchangeFormat format) {
   return false;
 }
 
-// Of AIMET: what the version says, or else what the entries look like.
+// The format of an AIMET file: by its version, or else by the look of its
+// entries.
 InterchangeFormat AimetFormatOf(const Json& document) {
   const std::string version = VersionOf(document);
   if (absl::StartsWith(version, "0.")) return InterchangeFormat::kAimet061;
@@ -499,7 +501,8 @@ absl::Status CheckHasLists(const Json& document) {
       absl::StrCat("the file: expected ", kActivations, " or ", kParameters));
 }
 
-// What AIMET says beside encodings, and a store of them has no place for.
+// Notes the excluded layers, which AIMET lists beside encodings, and which a
+// store of them has no place for.
 void NoteExcludedLayers(const Json& document, ParsedEncodings* parsed) {
   const auto layers = document.find("excluded_layers");
   if (layers == document.end() || layers->empty()) return;

@@ -1,7 +1,7 @@
 // Files that carry encodings: our own JSON and those of other projects.
 //
-// What a format cannot hold is never lost in silence: a writer reads back what
-// it wrote, and tells where that differs from what it was given.
+// Nothing that a format cannot hold is lost in silence: a writer reads back
+// what it wrote, and tells where that differs from what it was given.
 
 #ifndef QUANTD_SERVER_INTERCHANGE_INTERCHANGE_H_
 #define QUANTD_SERVER_INTERCHANGE_INTERCHANGE_H_
@@ -36,7 +36,7 @@ enum class InterchangeFormat : int {
   kAimetTorch = 8,
 };
 
-// What did not get over.
+// Something that did not get over.
 struct InterchangeLoss {
   std::string tensor;
   // For people: the field and what became of it, or why there is nothing.

@@ -28,14 +28,14 @@ namespace {
 constexpr int64_t kValueBytes = 2 * sizeof(Json) + 8;
 constexpr int64_t kMemberBytes = 128;
 constexpr int64_t kJsonStringBytes = 64;
-// What is counted before it is charged.
+// Bytes that are counted before they are charged.
 constexpr int64_t kChargedAtOnce = int64_t{1} << 20;
 
-// What an entry leaves beside its numbers and strings: an encoding, its name
-// and place, losses.
+// Memory that an entry leaves beside its numbers and strings: an encoding, its
+// name and place, losses.
 constexpr int64_t kEntryBytes = 3072;
-// What of a number may stay: in scales, codes or zero points, with room to
-// grow.
+// Memory that may stay of a number: in scales, codes or zero points, with room
+// to grow.
 constexpr int64_t kKeptNumberBytes = 16;
 
 // Entries are what the members of the document hold.
@@ -177,7 +177,7 @@ class MemoryCounter final : public nlohmann::json_sax<Json> {
     }
     return Check();
   }
-  // Whether a value at this depth is in nothing but objects.
+  // True if a value at this depth is in nothing but objects.
   bool MayBeOfModule() const {
     return depth_ > kEntryDepth && depth_ <= kPlaceDepth &&
            keys_.size() == static_cast<size_t>(depth_);
@@ -206,17 +206,17 @@ class MemoryCounter final : public nlohmann::json_sax<Json> {
   }
 
   const absl::FunctionRef<absl::Status(int64_t)> charge_;
-  // Of the document without its entries, of the entry that is open or was last,
-  // of the largest before it, and of what all leave.
+  // Memory of the document without its entries, of the entry that is open or
+  // was last, of the largest before it, and of what all entries leave.
   int64_t outer_bytes_ = 0;
   int64_t entry_bytes_ = 0;
   int64_t largest_entry_bytes_ = 0;
   int64_t kept_bytes_ = 0;
-  // Of the last entry that has a name.
+  // Size of the name of the last entry that has one.
   int64_t entry_name_bytes_ = 0;
   int64_t charged_bytes_ = 0;
   int depth_ = 0;
-  // Of the objects that are open.
+  // Keys of the objects that are open.
   std::vector<absl::flat_hash_set<std::string>> keys_;
   absl::Status status_;
 };
@@ -287,7 +287,7 @@ class EntryReader final : public nlohmann::json_sax<Json> {
     return true;
   }
 
-  // Of the document, a member of it, or an entry.
+  // Takes the value of the document, of a member of it, or of an entry.
   void Place(Json value) {
     if (depth_ == 0) {
       head_ = std::move(value);
@@ -335,7 +335,7 @@ class EntryReader final : public nlohmann::json_sax<Json> {
 // Values that are written at once.
 constexpr size_t kDumpedAtOnce = 256;
 
-// Of `json` and all that is in it, counted up to `most`.
+// Number of values in `json`, itself among them, counted up to `most`.
 size_t ValueCount(const Json& json, size_t most) {
   size_t count = 1;
   if (!json.is_structured()) return count;

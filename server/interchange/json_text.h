@@ -87,7 +87,7 @@ class ObjectReader {
   std::vector<double> Numbers(absl::string_view key);
   std::vector<int64_t> Integers(absl::string_view key, int64_t min,
                                 int64_t max);
-  // The same as float32; `rounded` grows by those that were not.
+  // Numbers as float32; `rounded` grows by the number of those that were not.
   std::vector<float> Floats(absl::string_view key, int64_t* rounded);
   // Numbers in nested lists of the same lengths, row-major; a number is of
   // rank 0.

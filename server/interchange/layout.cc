@@ -59,7 +59,7 @@ std::vector<Axes> AxesOfShape(const std::vector<int64_t>& shape,
   return found;
 }
 
-// What a block size says.
+// All axes that a block size allows.
 std::vector<Axes> AxesOfBlockSize(const std::vector<int64_t>& block_size,
                                   const PendingEncoding& pending) {
   std::vector<size_t> split;

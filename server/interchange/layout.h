@@ -14,12 +14,12 @@
 
 namespace quantd::server {
 
-// What is known of a tensor beside the file.
+// Facts about a tensor that are known beside the file.
 struct LayoutHint {
   // Its dimensions, unless `shape_known` is false.
   std::vector<int64_t> shape;
   bool shape_known = false;
-  // That of its encoding; empty where it is not known.
+  // Block size of the tensor's encoding; empty where it is not known.
   std::vector<int64_t> block_size;
   // The axis of the channels, from the end where negative.
   absl::optional<int64_t> axis;
@@ -27,7 +27,7 @@ struct LayoutHint {
 
 // An encoding that was read from a file.
 struct PendingEncoding {
-  // What the file leaves open.
+  // The part of the layout that the file leaves open.
   enum class Open {
     // Nothing: block_size is there.
     kNothing,
@@ -40,7 +40,7 @@ struct PendingEncoding {
 
   std::string tensor;
   core::Encoding encoding;
-  // Where the file has it, for errors.
+  // Place of the encoding in the file, for errors.
   std::string place;
   Open open = Open::kNothing;
   // The axis of the channels, where the file has it.
@@ -49,11 +49,10 @@ struct PendingEncoding {
   int64_t block = 0;
 };
 
-// Whether dimension `d` is one block.
+// True if dimension `d` is one block.
 bool IsWhole(const core::Encoding& encoding, size_t d);
 
-// What an encoding of the same layout, of which a file leaves `open`, has to be
-// told.
+// The hint that an encoding of the same layout needs if a file leaves `open`.
 LayoutHint HintOf(const core::Encoding& encoding, PendingEncoding::Open open);
 
 // Fills in what the file leaves open: block_size, scale_shape, and the order of

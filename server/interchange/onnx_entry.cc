@@ -56,7 +56,7 @@ enum class Dialect {
 // The type of meta scales that are floats.
 constexpr char kAimetE4m3[] = "float8e4m3fn";
 
-// As AIMET calls the type of codes; empty where it has none.
+// AIMET's name for the type of codes; empty where it has none.
 std::string AimetType(const core::FormatInfo& info) {
   if (info.name == "lpbq") return "int4";
   if (info.name == "nvfp4") return "float4e2m1";
@@ -68,7 +68,7 @@ std::string AimetType(const core::FormatInfo& info) {
 }
 
 const core::FormatInfo* FindAimetType(absl::string_view type) {
-  // That of formats that AIMET has no type for.
+  // The empty type is that of formats that AIMET has no type for.
   if (type.empty()) return nullptr;
   for (const core::FormatInfo& info : core::AllFormats()) {
     if (info.scale_type == core::ScaleType::kDefault &&
@@ -559,8 +559,9 @@ class OnnxFormat final : public EntryFormat {
     pending->encoding.scale_shape = shape;
   }
 
-  // Those of one dimension list are for each index of `axis`, others have as
-  // many dimensions as the scales, in blocks of `block` along `axis`.
+  // Reads outer scales. A list of one dimension has one for each index of
+  // `axis`; others have as many dimensions as the scales, in blocks of `block`
+  // along `axis`.
   void ReadOuterScales(ObjectReader* reader, absl::string_view key,
                        absl::optional<int64_t> axis, int64_t block,
                        core::Encoding* encoding,

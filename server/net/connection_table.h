@@ -19,7 +19,7 @@
 
 namespace quantd::server {
 
-// What stands for where a connection comes from: the address of IPv4, the
+// Key of the place that a connection comes from: the address of IPv4, the
 // network of IPv6 (its first 64 bits); empty for all unix sockets.
 std::string AddressKey(const PeerAddress& peer);
 
@@ -36,15 +36,15 @@ class ConnectionTable {
   ConnectionTable(int64_t limit, int64_t address_limit, int64_t unix_room,
                   Clock clock = &core::SteadyNow);
 
-  // Whether there is room for the connection; counts it then. Looks for those
-  // that have gone when there is none, but not all the time.
+  // Counts the connection if there is room for it. Looks for connections that
+  // have gone when there is none, but not all the time.
   Outcome Add(int fd, const PeerAddress& peer) ABSL_LOCKS_EXCLUDED(mutex_);
   // Forgets those that have gone; how many there are.
   int64_t CountOpen() ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   struct Connection {
-    // Of the socket; 0 for none.
+    // Inode of the socket; 0 for none.
     ino_t inode = 0;
     // A key of counts_.
     std::string address;

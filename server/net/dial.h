@@ -9,8 +9,8 @@
 
 namespace quantd::server {
 
-// Whether gRPC answers the first bytes of a connection to `address`: those of
-// HTTP/2, or with `secure` those of TLS.
+// Checks that gRPC answers the first bytes of a connection to `address`: those
+// of HTTP/2, or with `secure` those of TLS.
 // Errors: UNAVAILABLE, with what hindered, in words.
 absl::Status Dial(const PeerAddress& address, bool secure,
                   absl::Duration timeout);

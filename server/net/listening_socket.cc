@@ -150,7 +150,7 @@ absl::StatusOr<std::unique_ptr<ListeningSocket>> ListeningSocket::Unix(
                               sizeof(address.sun_path) - 1, " bytes"));
   }
   path.copy(address.sun_path, path.size());
-  // Of two that start at once, one looks when the other serves. Without the
+  // If two servers start at once, one looks when the other serves. Without the
   // right to read the folder there is no such order.
   const size_t slash = path.rfind('/');
   const std::string folder = slash == std::string::npos ? "."
@@ -186,7 +186,7 @@ ListeningSocket::Tcp(const std::string& address) {
   }
   std::vector<PeerAddress> locals = Resolve(host);
   if (!locals.empty() && IsWildcard(locals[0])) {
-    // Where there is no IPv6, what was asked for remains.
+    // If there is no IPv6, the address that was asked for remains.
     locals.insert(locals.begin(), Everywhere());
   }
   std::vector<std::unique_ptr<ListeningSocket>> sockets;
@@ -270,7 +270,7 @@ ListeningSocket::Outcome ListeningSocket::Accept(FileDescriptor* connection,
   if (connection->get() >= 0) return Outcome::kAccepted;
   switch (errno) {
     case EAGAIN:
-    // Of the one connection alone.
+    // EINTR, ECONNABORTED and EPERM are of the one connection alone.
     case EINTR:
     case ECONNABORTED:
     case EPERM:

@@ -42,9 +42,9 @@ class ListeningSocket {
   ListeningSocket& operator=(const ListeningSocket&) = delete;
 
   int fd() const { return socket_.get(); }
-  // Where a connection of this machine gets here.
+  // Address at which a connection of this machine gets here.
   PeerAddress address() const;
-  // Of TCP.
+  // Port of a TCP socket.
   int port() const;
 
   enum class Outcome { kAccepted, kNothing, kExhausted };
@@ -60,7 +60,7 @@ class ListeningSocket {
   const FileDescriptor socket_;
   // Empty for TCP.
   const std::string path_;
-  // Of the file, to know it again.
+  // Device and inode of the file, to know it again.
   dev_t device_ = 0;
   ino_t inode_ = 0;
 };

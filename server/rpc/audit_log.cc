@@ -19,7 +19,7 @@ std::string AddressOf(const Caller& caller) {
   return caller.context == nullptr ? "" : CallerAddress(caller.context->peer());
 }
 
-// What the client calls the call, in x-request-id.
+// The client's name for the call, in x-request-id.
 std::string RequestIdOf(const Caller& caller) {
   if (caller.context == nullptr) return "";
   const auto& metadata = caller.context->client_metadata();

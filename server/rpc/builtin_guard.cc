@@ -97,7 +97,7 @@ class BuiltinGuard final : public grpc::experimental::Interceptor {
     if (kind_ == Kind::kCall) {
       status_ = env_.authenticator->CheckKnown(*context, credential);
     }
-    // Those that were there have been told.
+    // Calls that were there when the drain began have been told.
     if (registry_->draining()) stream_->Drain();
   }
 

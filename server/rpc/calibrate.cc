@@ -55,26 +55,27 @@ constexpr double kDefaultAveragingConstant = 0.01;
 // All contributions, and the same at the granularity of a spec.
 constexpr int kCalibrationCopies = 2;
 
-// What a Gram matrix is to have.
+// Properties that a Gram matrix is to have.
 struct GramTask {
   int64_t feature_count = 0;
-  // That the header gives; [feature_count] or empty.
+  // Exponents that the header gives; [feature_count] or empty.
   std::vector<int> exponents;
   int64_t part_size = 0;
 };
 
-// What moments of features are to have.
+// Properties that moments of features are to have.
 struct MomentsTask {
   // From 0 on.
   int64_t axis = 0;
-  // Of the elements that come.
+  // Features of the elements that come.
   core::FeatureAxis features{};
-  // Of the whole tensor, and where those features are among them.
+  // Number of features of the whole tensor, and the place of those features
+  // among them.
   int64_t global_count = 0;
   int64_t first = 0;
 };
 
-// What to keep of features.
+// Statistics of features to keep.
 struct FeatureTask {
   absl::optional<GramTask> gram;
   absl::optional<MomentsTask> moments;
@@ -87,37 +88,37 @@ struct CheckedContribution {
   std::vector<int64_t> block_size;
   int mantissa_bits = TensorAccumulator::kDefaultMantissaBits;
   double averaging_constant = kDefaultAveragingConstant;
-  // Of the state that comes in place of elements; 0 if they come.
+  // Size of the state that comes in place of elements; 0 if they come.
   int64_t state_bytes = 0;
 };
 
-// What a header asks for, checked.
+// The request of a header, checked.
 struct CalibrateTask {
   v1::TensorName name;
   // Something is kept under the name.
   bool stores = false;
   TensorDescription description;
-  // Where the encoding goes; with a spec or a contribution.
+  // Key of the encoding; with a spec or a contribution.
   EncodingKey key;
-  // The caller's.
+  // Stores of the caller.
   std::shared_ptr<EncodingStore> encodings;
   std::shared_ptr<StatisticsStore> statistics;
   // Resolved for the shape only without a contribution, with which the
   // statistics have a shape of their own.
   absl::optional<core::EncodingSpec> spec;
-  // Of the ranges in the spec.
+  // Lease of the ranges in the spec.
   std::shared_ptr<const MemoryBudget::Lease> spec_lease;
-  // As it was asked for.
+  // The spec as it was asked for.
   v1::EncodingSpec told_spec;
   absl::optional<CheckedContribution> contribution;
-  // Of the statistics that are gathered: of a slice, of its own blocks.
+  // Layout of the statistics that are gathered: of a slice, of its own blocks.
   std::shared_ptr<const core::BlockLayout> layout;
   int mantissa_bits = TensorAccumulator::kNoHistograms;
-  // Of the whole tensor; with a contribution.
+  // Number of scales of the whole tensor; with a contribution.
   int64_t scale_count = 0;
 
-  // What the statistics of the whole take beside those of a slice, but for the
-  // elements.
+  // Memory of the statistics of the whole tensor beside those of a slice,
+  // except for the elements.
   int64_t WholeStatisticsBytes() const {
     constexpr int64_t kBytesPerScale =
         sizeof(core::Extremes) + sizeof(core::Histogram);
@@ -297,7 +298,7 @@ absl::StatusOr<CheckedContribution> CheckContribution(
     }
     checked.averaging_constant = constant;
   }
-  // As much as protobuf parses.
+  // Most bytes that protobuf parses.
   constexpr uint64_t kMaxStateBytes = std::numeric_limits<int32_t>::max();
   if (proto.state_bytes() > kMaxStateBytes) {
     return ContributionInvalid(
@@ -503,8 +504,8 @@ class CalibrateJob final : public TensorJob {
       frame_.granule_bytes = row_bytes;
       frame_.quantum_bytes =
           std::max<int64_t>(1, frame_.quantum_bytes / row_bytes) * row_bytes;
-      // As long as it can take: the parts that are stored count, and not those
-      // of the header. Resolve finds them.
+      // The longest time that it can take: the parts that are stored count, and
+      // not those of the header. Resolve finds them.
       feed_search_time_ =
           GramTime(task_.description.element_count,
                    core::GramState::PartSize(
@@ -561,12 +562,12 @@ class CalibrateJob final : public TensorJob {
     if (step_ == Step::kSplitState || step_ == Step::kReadState) {
       return receiver_->Reserve();
     }
-    // What was taken out is charged already.
+    // Statistics that were taken out are charged already.
     if (step_ != Step::kContribute) {
       return contributed_ ? absl::OkStatus() : accumulator_->Reserve();
     }
     if (part_.has_value()) return ReserveMerge();
-    // Those of a slice are copied.
+    // Statistics of a slice are copied.
     return accumulator_->Reserve(task_.description.slice.has_value() ? 2 : 1);
   }
 
@@ -816,7 +817,7 @@ class CalibrateJob final : public TensorJob {
     return whole;
   }
 
-  // Of all features of the tensor.
+  // Moments of all features of the tensor.
   absl::optional<core::AxisMoments> WholeMoments() {
     const MomentsTask* const task = task_.moments();
     if (task == nullptr || task->features.count == task->global_count) {
@@ -944,7 +945,7 @@ class CalibrateJob final : public TensorJob {
   const RpcEnvironment& env_;
   const CalibrateTask task_;
   const std::unique_ptr<TensorAccumulator> accumulator_;
-  // Of what comes in its place.
+  // Receiver of the state that comes in place of elements.
   absl::optional<StateReceiver> receiver_;
   Step step_ = Step::kCalibrate;
   bool done_ = false;
@@ -953,7 +954,8 @@ class CalibrateJob final : public TensorJob {
   // To calibrate may take more than kShortWork.
   bool takes_long_ = false;
   v1::CalibrateSummary summary_;
-  // What is contributed, and what merging it takes, once that is known.
+  // Statistics that are contributed, and the memory that merging them takes,
+  // once that is known.
   absl::optional<core::StatisticsState> part_;
   absl::optional<core::GramState> gram_;
   MemoryBudget::Lease gram_lease_;
@@ -961,11 +963,11 @@ class CalibrateJob final : public TensorJob {
   MemoryBudget::Lease moments_lease_;
   int64_t merge_bytes_ = 0;
   MemoryBudget::Lease merge_lease_;
-  // Of all contributions, with a spec.
+  // Statistics of all contributions, with a spec.
   StoredStatistics stored_;
   MemoryBudget::Lease stored_lease_;
   std::shared_ptr<const core::Encoding> encoding_;
-  // What is said of it.
+  // Precondition and provenance for storing encoding_.
   Precondition put_;
 };
 

@@ -14,7 +14,7 @@
 namespace quantd::server {
 namespace {
 
-// As many times fewer may watch the health as may call.
+// Ratio of the room for calls to the room for those that watch the health.
 constexpr int64_t kWatchShare = 8;
 
 }  // namespace

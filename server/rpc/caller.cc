@@ -74,7 +74,7 @@ Credential Authenticator::CredentialOf(
           for (std::string& id : CertificateIds(ToView(pem))) {
             certificate_ids.push_back(std::move(id));
           }
-          // What the server has itself a client need not send.
+          // A client need not send certificates that the server has itself.
           for (auto& ids : IssuerIds(*material, ToView(pem))) {
             issuer_ids.push_back(std::move(ids));
           }

@@ -27,7 +27,7 @@
 namespace quantd::server {
 namespace {
 
-// What is not finite is worse than any number, here too.
+// SQNR in dB. Noise that is not finite is worse than any number, here too.
 double SqnrDb(double noise_to_signal) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   if (noise_to_signal == 0) return kInfinity;
@@ -149,7 +149,7 @@ class ChooseMixtureCall final : public EncodingCall {
     return absl::OkStatus();
   }
 
-  // What the choice and the answer take.
+  // Charges the memory of the choice and the answer.
   absl::Status Charge() {
     int64_t bytes = 0;
     int64_t most_options = 0;

@@ -103,7 +103,7 @@ CodeProducer::CodeProducer(const RpcEnvironment& env, const QuantizeTask& task,
   const int64_t count = ElementOf(range.end_bytes()) - first;
   absl::StatusOr<core::BlockLayout> outer_layout =
       OuterLayoutOf(*resolved_.encoding, *resolved_.layout);
-  // What was calibrated, or checked, has one.
+  // An encoding that was calibrated, or checked, has one.
   if (!outer_layout.ok()) return;
   scale_answer_.emplace(env, *std::move(outer_layout),
                         count > 0 ? resolved_.layout->ScaleBounds(first, count)

@@ -87,13 +87,14 @@ class CompensatedQuantizeJob final : public HeldQuantizeJob {
         columns_(this->task().description.element_count / rows_),
         inputs_(std::move(rounding.inputs), std::move(rounding.statistics),
                 columns_) {
-    // As long as it can take: Resolve finds out how large the parts are.
+    // The longest time that it can take: Resolve finds out how large the parts
+    // are.
     SetSearchTime(core::GramState::PartSize(columns_));
     ReadFirst();
   }
 
-  // What is wrong with the encoding or with the inputs is told before any data
-  // come.
+  // Resolve tells what is wrong with the encoding or with the inputs before any
+  // data come.
   StoreUse ResolveUse() const override { return StoreUse::kReadStatistics; }
   absl::Status Resolve(ChunkWriter* out) override {
     if (source_.has_value()) {
@@ -277,7 +278,7 @@ class CompensatedQuantizeJob final : public HeldQuantizeJob {
     return power.exact;
   }
 
-  // Of the Gram matrix, which goes.
+  // Factor of the Gram matrix, which goes.
   absl::StatusOr<core::CompensationFactor> Factor() {
     std::vector<std::vector<double>> parts;
     std::vector<core::GramBlock> blocks;
@@ -297,10 +298,10 @@ class CompensatedQuantizeJob final : public HeldQuantizeJob {
   const int64_t rows_;
   const int64_t columns_;
   const LayerGram inputs_;
-  // Of `source_`.
+  // Encoding of `source_`.
   ResolvedEncoding given_;
   CodeGeometry geometry_;
-  // Of all but the tensor, from its first bytes on.
+  // Memory of all but the tensor, from its first bytes on.
   int64_t work_bytes_ = 0;
   MemoryBudget::Lease work_lease_;
   absl::optional<core::GramState> gram_;

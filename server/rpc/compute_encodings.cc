@@ -140,8 +140,8 @@ class ComputeEncodingsCall final
     return absl::OkStatus();
   }
 
-  // Of the first override that matches, else of the default; past specs_ when
-  // there is none.
+  // Index of the spec of the first override that matches, else of the default;
+  // past specs_ when there is none.
   size_t SpecIndexOf(const std::string& tensor) const {
     const std::vector<Glob>& globs = patterns_.globs();
     return static_cast<size_t>(absl::c_find_if(globs,
@@ -156,7 +156,8 @@ class ComputeEncodingsCall final
     return absl::MakeConstSpan(&specs_[SpecIndexOf(tensor)], 1);
   }
 
-  // The same number for equal specs, only where there are ties.
+  // A number for each spec, the same for equal specs, only where there are
+  // ties.
   std::vector<int> NumberSpecs() const {
     std::vector<int> numbers(specs_.size(), 0);
     if (ties_.empty()) return numbers;
@@ -240,22 +241,22 @@ class ComputeEncodingsCall final
   }
 
   PatternList patterns_;
-  // Of the patterns, then the default one.
+  // Specs of the patterns, then the default one.
   std::vector<core::EncodingSpec> specs_;
-  // Of the ranges in them.
+  // Lease of the ranges in the specs.
   MemoryBudget::Lease ranges_lease_;
   RevisionStatistics revision_;
   TiedStatistics ties_;
   // Index of the tensor that comes next.
   size_t next_ = 0;
-  // What is loaded is of a tensor that it is tied to.
+  // True if the loaded statistics are of a tensor that the next one is tied to.
   bool takes_in_ = false;
-  // Of the tensor under way.
+  // State of the tensor under way.
   absl::Status tensor_status_;
   StoredStatistics stored_;
   EncodingKey key_;
   std::shared_ptr<const core::Encoding> encoding_;
-  // What is said of it.
+  // Precondition and provenance for storing encoding_.
   Precondition put_;
 };
 

@@ -33,7 +33,7 @@
 namespace quantd::server {
 namespace {
 
-// What a header says of its encoding. Errors are at its field.
+// Opens the encoding that a header gives. Errors are at its field.
 absl::StatusOr<EncodingSource> OpenSource(const RpcEnvironment& env,
                                           const Caller& caller,
                                           const v1::DequantizeHeader& header) {
@@ -235,7 +235,7 @@ class DequantizeJob final : public TensorJob {
   const TensorDescription description_;
   const EncodingSource source_;
   const absl::string_view source_field_;
-  // Where the reals go, if not into messages.
+  // Shared memory for the reals, if they do not go into messages.
   const absl::optional<SharedBytes> output_;
   // From Resolve on.
   ResolvedEncoding resolved_;

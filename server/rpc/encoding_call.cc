@@ -71,7 +71,7 @@ void EncodingCall::Begin() {
 }
 
 void EncodingCall::Read() {
-  // What is read may be the end of the call, before the mutex is let go of.
+  // The read may end the call before the mutex is released.
   const std::shared_ptr<EncodingCall> self = shared_from_this();
   absl::MutexLock lock(&mutex_);
   if (registry_->draining()) return EndLocked(core::DrainingError());
@@ -86,7 +86,7 @@ void EncodingCall::OnReadDone(bool ok) {
     if (!std::exchange(reading_, false)) return;
   }
   const core::ThreadPool::GroupScope scope(share_->group);
-  // What broke off is not what ended.
+  // A call that broke off has not ended its requests.
   if (!ok && context_->IsCancelled()) return End(absl::CancelledError());
   const int64_t bytes =
       ok ? static_cast<int64_t>(request_bytes_.Length()) : int64_t{0};
@@ -265,7 +265,7 @@ void EncodingCall::EndNow() {
 void EncodingCall::EndIfOverdue(const Limits& limits) {
   const absl::Duration now = core::SteadyNow();
   absl::MutexLock lock(&mutex_);
-  // What the client does not read can't be followed by a status.
+  // A status can't follow an answer that the client does not read.
   const bool is_sending = send_end_time_ != absl::InfiniteDuration();
   const bool is_too_old = now - start_time_ >= 2 * limits.stream_age;
   if (now >= send_end_time_ || (is_sending && is_too_old)) {

@@ -40,9 +40,9 @@ namespace {
 
 constexpr int kDefaultPageSize = 100;
 constexpr int kMaxPageSize = 1000;
-// Of a tensor.
+// Most bytes of a tensor's name.
 constexpr size_t kMostNameBytes = 1024;
-// What clients of gRPC take by default.
+// Bytes of a message that clients of gRPC take by default.
 constexpr int64_t kClientMessageBytes = int64_t{4} << 20;
 
 // A page of a list: entries after the name `after`.
@@ -61,8 +61,8 @@ std::string PageToken(absl::string_view name) {
                                        : absl::StrCat(kDamaged, name));
 }
 
-// What is damaged of a model or a revision: `error`, unless its name is. That
-// can't be asked for, nor can it be a proto's text.
+// Sets the error of a damaged model or revision: `error`, unless its name is
+// damaged. Such a name can't be asked for, nor can it be a proto's text.
 template <typename Proto>
 void SetListError(absl::string_view kind, absl::string_view name,
                   const absl::Status& error, Proto* proto) {
@@ -184,7 +184,7 @@ absl::Status GetEncoding(const UnaryContext& context,
                          v1::GetEncodingResponse* response) {
   absl::StatusOr<EncodingKey> key = KeyFromProto(request.name());
   if (!key.ok()) return core::WithField(key.status(), "name");
-  // What is cached is small.
+  // Encodings that are cached are small.
   const absl::StatusOr<StoredEncoding> stored =
       context.caller.encodings->Read(*key, [&](int64_t bytes) {
         const int64_t limit = context.env.limits.chunk_bytes;
@@ -487,7 +487,7 @@ absl::Status GetServerInfo(const UnaryContext& /*context*/,
   return absl::OkStatus();
 }
 
-// What the body of a unary call is like.
+// The kind of step that the body of a unary call is.
 StepKind KindOf(Rpc rpc) {
   if (ScopeOf(rpc) != Scope::kRead) return StepKind::kWrite;
   return rpc == Rpc::kGetStatistics || rpc == Rpc::kListStatistics

@@ -29,7 +29,7 @@ namespace {
 constexpr size_t kMostEtagBytes = 256;
 // Far more than a tensor has: what comes after is not made for longer lists.
 constexpr int kMostDimensions = 1024;
-// What a message has beside scales, such as names, shapes and a codebook.
+// Most bytes of a message beside scales, such as names, shapes and a codebook.
 constexpr int64_t kMostFrameBytes = int64_t{8} << 10;
 // Scales that are written into an answer within microseconds.
 constexpr size_t kSmallScaleCount = 1024;
@@ -126,7 +126,7 @@ absl::StatusOr<ResolvedEncoding> Fit(
       std::move(lease)};
 }
 
-// As ParseSpec, whatever the importance.
+// Like ParseSpec, whatever the importance.
 absl::StatusOr<core::EncodingSpec> ParseElementSpec(
     const RpcEnvironment& env, const v1::EncodingSpec& proto,
     MemoryBudget::Lease* lease) {
@@ -304,7 +304,7 @@ absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
       spec.granularity.has_value() ? "granularity" : "block_size";
   absl::StatusOr<core::EncodingSpec> resolved = core::ResolveSpec(spec, shape);
   if (!resolved.ok()) {
-    // That has a field of its own.
+    // METHOD_INVALID has a field of its own.
     return core::ErrorReason(resolved.status()) == "METHOD_INVALID"
                ? resolved.status()
                : core::WithField(resolved.status(), field);

@@ -55,9 +55,9 @@ namespace {
 constexpr int kMaxCandidates = 64;
 constexpr size_t kMaxLabelBytes = 1024;
 constexpr char kInputsField[] = "header.inputs";
-// What counting a distribution takes at most.
+// Most memory that counting a distribution takes.
 constexpr int64_t kDistributionBytes = int64_t{5} << 18;
-// What a scale of a spec's encoding takes: in the encoding, in the summary, and
+// Memory of a scale of a spec's encoding: in the encoding, in the summary, and
 // in the message.
 constexpr int64_t kEncodingCopies = 3;
 constexpr int64_t kBytesPerScale = kEncodingCopies * core::kMostMemoryPerScale;
@@ -69,14 +69,14 @@ class LocalScales {
   // The largest bands that are put together, charged.
   static constexpr int64_t kMaxBandBytes = int64_t{64} << 20;
 
-  // Whether it takes the spec.
+  // True if LocalScales takes the spec.
   static bool Takes(const ResolvedSpec& spec, int64_t element_bytes) {
     return core::ValidateSpec(spec.spec).ok() &&
            core::BlockQuantizer::Takes(spec.spec, *spec.layout,
                                        !spec.outer_maximum.empty()) &&
            BandBytes(spec, element_bytes) <= kMaxBandBytes;
   }
-  // What it holds of the tensor, at most, but for a few KiB.
+  // Most bytes of the tensor that it holds, except for a few KiB.
   static int64_t HeldBytes(const ResolvedSpec& spec, int64_t element_bytes) {
     const int64_t band_bytes = BandBytes(spec, element_bytes);
     return band_bytes <= kSmallBytes ? 0 : 2 * band_bytes;
@@ -101,10 +101,10 @@ class LocalScales {
         spec.layout->element_count()));
   }
 
-  // What the threads that search need. `spec`  that of Create.
+  // Memory that the searching threads need. `spec`  that of Create.
   int64_t SearchBytes(const RpcEnvironment& env,
                       const ResolvedSpec& spec) const {
-    // Of a quantum and of what was left of those before it.
+    // Elements of a quantum and of what was left of those before it.
     return LocalSearchBytes(
         env, spec,
         std::max(SearchQuantumElements(spec), core::Evaluator::kLeafElements) +
@@ -187,18 +187,21 @@ class LocalScales {
 // complete, or a spec with the scales that were found by now.
 struct Candidate {
   std::string label;
-  // Of a reference or an encoding.
+  // Source of a reference or an encoding.
   absl::optional<EncodingSource> source;
-  // Of a spec.
+  // The spec, for a candidate that is one.
   absl::optional<ResolvedSpec> spec;
-  // Of a spec that needs no held tensor.
+  // Scales of a spec that needs no held tensor.
   std::shared_ptr<LocalScales> local;
-  // What the spec is calibrated on; candidates share those that they can.
+  // Statistics that the spec is calibrated on; candidates share those that they
+  // can.
   TensorAccumulator* accumulator = nullptr;
-  // Where what is read for it comes from: "header.candidates[3].reference".
+  // Field that names the data that is read for it:
+  // "header.candidates[3].reference".
   std::string field;
   ResolvedEncoding resolved;
-  // Of the histograms that the encoding of a spec comes from; 0 for none.
+  // Mantissa bits of the histograms that the encoding of a spec comes from; 0
+  // for none.
   int mantissa_bits = 0;
   std::unique_ptr<core::Evaluator> evaluator;
 
@@ -206,7 +209,7 @@ struct Candidate {
   bool is_held() const { return spec.has_value() && local == nullptr; }
 };
 
-// What both kinds of a job need.
+// The part of a task that both kinds of a job need.
 struct EvaluateTask {
   v1::TensorName name;
   TensorDescription description;
@@ -404,8 +407,8 @@ class EvaluateJob final : public TensorJob {
   }
 
   absl::Status Reserve(int64_t bytes) override {
-    // What comes first waits for all that will be needed, so that nothing is
-    // sent in vain.
+    // The first bytes wait for all memory that will be needed, so that nothing
+    // is sent in vain.
     if (meter_ != nullptr) {
       if (absl::Status s = meter_->Reserve(); !s.ok()) return s;
     }
@@ -550,7 +553,7 @@ class EvaluateJob final : public TensorJob {
     return absl::OkStatus();
   }
 
-  // What was held, for the candidates that waited for it.
+  // Evaluates the held tensor, for the candidates that waited for it.
   absl::Status EvaluateBuffer() {
     for (int64_t block = 0; block < buffer_->block_count(); ++block) {
       for (Candidate& candidate : candidates_) {
@@ -587,7 +590,7 @@ class EvaluateJob final : public TensorJob {
         accumulators_[0]->statistics().counts().total);
   }
 
-  // Of the codes and scales.
+  // Size of the codes and scales.
   int64_t SizeBytes(const ResolvedEncoding& resolved) const {
     const core::Encoding& encoding = *resolved.encoding;
     const int64_t scale_count = resolved.layout->scale_count();
@@ -608,7 +611,7 @@ class EvaluateJob final : public TensorJob {
   static int64_t OuterScaleCount(const ResolvedEncoding& resolved) {
     const absl::StatusOr<core::BlockLayout> layout =
         OuterLayoutOf(*resolved.encoding, *resolved.layout);
-    // What is measured has one.
+    // An encoding that is measured has one.
     return layout.ok() ? layout->scale_count() : 0;
   }
 
@@ -621,7 +624,8 @@ class EvaluateJob final : public TensorJob {
   const MemoryBudget::Lease lease_;
   // Only when a candidate is a spec, or with inputs.
   std::unique_ptr<TensorBuffer> buffer_;
-  // Of a message, while the others wait for memory.
+  // Number of scale chunks of a message that were pushed, while the others wait
+  // for memory.
   size_t pushed_scales_ = 0;
   // To calibrate and evaluate what is held, or to write the answer, may take
   // more than kShortWork.
@@ -708,9 +712,9 @@ class EvaluateRpc final : public TensorRpc {
   }
 
  private:
-  // What `candidate_count` candidates take, of which specs have `scale_count`
-  // scales and the labels `label_bytes` in all, and `search_bytes` one at a
-  // time.
+  // Leases the memory of `candidate_count` candidates: their specs have
+  // `scale_count` scales and their labels `label_bytes` in all, and they take
+  // `search_bytes` one at a time.
   absl::StatusOr<MemoryBudget::Lease> Charge(const EvaluateTask& task,
                                              int64_t candidate_count,
                                              int64_t scale_count,
@@ -780,7 +784,8 @@ class EvaluateRpc final : public TensorRpc {
     int64_t label_bytes = 0;
     // They are calibrated one after the other.
     int64_t search_bytes = 0;
-    // Those whose scales are found as elements arrive hold bands.
+    // True for candidates whose scales are found as elements arrive: they hold
+    // bands.
     std::vector<bool> is_local;
     int64_t local_bytes = 0;
     for (const v1::EvaluateCandidate& proto : header.candidates()) {

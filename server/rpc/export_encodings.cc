@@ -31,7 +31,7 @@ namespace {
 constexpr size_t kPieceBytes = size_t{1} << 20;
 // Losses of one message; with names and texts some 100 KiB.
 constexpr size_t kMostLosses = 256;
-// What a scale takes as it is read and as text, beside the writer's share.
+// Memory of a scale as it is read and as text, beside the writer's share.
 constexpr int64_t kMemoryPerExportedScale = 50;
 constexpr int64_t kMemoryPerEncoding = 4096;
 
@@ -183,7 +183,7 @@ class ExportEncodingsCall final
                scale_count;
   }
 
-  // What stays between two messages.
+  // Bytes that stay between two messages.
   int64_t KeptBytes() const {
     return static_cast<int64_t>(text_.capacity()) + writer_->memory_bytes();
   }
@@ -224,7 +224,7 @@ class ExportEncodingsCall final
   std::string text_;
   size_t text_begin_ = 0;
   std::vector<InterchangeLoss> losses_;
-  // What text_, the writer and the encoding under way take.
+  // Lease of text_, the writer and the encoding under way.
   MemoryBudget::Lease lease_;
   MemoryBudget::Lease page_lease_;
 };

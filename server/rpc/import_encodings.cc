@@ -40,9 +40,10 @@ constexpr size_t kMostHints = 100'000;
 constexpr size_t kMostLossBytes = size_t{1} << 20;
 // Smaller pieces of the file are put together.
 constexpr size_t kSmallPieceBytes = size_t{64} << 10;
-// What a piece takes beside its bytes.
+// Memory of a piece beside its bytes.
 constexpr int64_t kMemoryPerPiece = 128;
-// What hints take beside their names and numbers.
+// Memory of hints: per byte of their message, and per hint beside its names and
+// numbers.
 constexpr int64_t kMemoryPerHintByte = 4;
 constexpr int64_t kMemoryPerHint = 512;
 // When to come again where files of others take their share of the memory.
@@ -127,7 +128,7 @@ class HintTable {
  private:
   std::vector<LayoutHint> hints_;
   absl::flat_hash_map<std::string, std::vector<size_t>> by_name_;
-  // Those that are not names, and the hints they are of.
+  // Patterns that are not names, and the indices of their hints.
   PatternList patterns_;
   std::vector<size_t> pattern_hints_;
 };
@@ -137,8 +138,8 @@ int64_t ScaleCountOf(const PendingEncoding& pending) {
                                        pending.encoding.scale_code.size()));
 }
 
-// Which losses have room in an answer: first those of tensors that are left
-// out, which nobody may miss.
+// True for losses that have room in an answer: first those of tensors that are
+// left out, which nobody may miss.
 std::vector<bool> ToldLosses(const std::vector<InterchangeLoss>& losses) {
   std::vector<bool> is_told(losses.size());
   size_t bytes = 0;
@@ -153,7 +154,7 @@ std::vector<bool> ToldLosses(const std::vector<InterchangeLoss>& losses) {
   return is_told;
 }
 
-// Whether the layout of `stored` may be that of `pending`, of which `hint` does
+// True if the layout of `stored` may be that of `pending`, of which `hint` does
 // not know the shape.
 bool MayBeLaidOutAs(const EncodingReader& stored,
                     const PendingEncoding& pending, const LayoutHint& hint) {
@@ -187,7 +188,7 @@ class ImportEncodingsCall final : public EncodingCall {
   // The answer is the end.
   void Sent() override {}
 
-  // Of the first message.
+  // Opens the import by the first message.
   absl::Status Open() {
     is_open_ = true;
     model_ = request_.model();
@@ -245,7 +246,8 @@ class ImportEncodingsCall final : public EncodingCall {
                                    kImportRetryAfter);
   }
 
-  // What is wrong, or never fits, has no time to come again at.
+  // Waits for memory, or ends the call. An error that has no retry time means
+  // that something is wrong, or never fits.
   void WaitOrEnd(absl::Status status) {
     if (core::ErrorRetryAfter(status) == absl::ZeroDuration() ||
         core::SteadyNow() >= wait_end_time_) {
@@ -413,7 +415,7 @@ class ImportEncodingsCall final : public EncodingCall {
     return Resolve(pending);
   }
 
-  // What is known before anything is stored.
+  // Fills in the answer, which is known before anything is stored.
   void Answer(const ParsedEncodings& parsed) {
     response_.set_encoding_count(parsed.encodings.size());
     response_.set_format(static_cast<v1::InterchangeFormat>(parsed.format));
@@ -467,7 +469,7 @@ class ImportEncodingsCall final : public EncodingCall {
   int64_t piece_bytes_ = 0;
   int64_t queued_bytes_ = 0;
   bool has_file_ = false;
-  // What parsing takes at least, as far as that is known.
+  // Least memory that parsing takes, as far as that is known.
   int64_t parse_bytes_ = 0;
   // For memory.
   absl::Duration wait_end_time_;

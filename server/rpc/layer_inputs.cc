@@ -39,7 +39,7 @@ absl::StatusOr<core::GramState::Parts> LayerGram::Find() const {
       statistics_->FindGram(inputs_);
   if (!found.ok()) return found.status();
   if (!found->has_value()) {
-    // Which tells why there is none.
+    // ReadGram tells why there is none.
     const absl::Status status =
         statistics_
             ->ReadGram(inputs_,

@@ -73,7 +73,7 @@ absl::Status OpenTensor::Check(const std::string& header, const Caller& caller,
 absl::Status OpenTensor::Resolve(const RequestEnvelope& message,
                                  ChunkWriter* out) {
   if (absl::Status s = job_->Resolve(out); !s.ok()) return s;
-  // What is stored may tell more.
+  // Resolve may have corrected the time by what is stored.
   if (searches_as_fed()) {
     account_->SearchedAsFed(size_bytes(), job_->feed_search_time());
   }
@@ -185,7 +185,7 @@ StepKind OpenTensor::next_step() const {
 absl::Duration OpenTensor::PendingWork(int64_t data_bytes) const {
   if (waits()) return absl::ZeroDuration();
   if (!resolved()) {
-    // What came with the header may be all of it.
+    // The bytes that came with the header may be all of the tensor.
     const absl::Duration finish = FinishTime(data_bytes);
     return account_->FeedTime(data_bytes) +
            (finish > absl::ZeroDuration() ? finish : Admission::kUnknownWork);

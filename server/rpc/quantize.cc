@@ -69,7 +69,7 @@ class StreamingQuantizeJob final : public TensorJob {
     if (task_.store_key.has_value()) return StoreUse::kWrite;
     return source_.waits() ? StoreUse::kRead : StoreUse::kNone;
   }
-  // What is stored must not be turned away after it was stored.
+  // A tensor must not be turned away after its encoding was stored.
   bool light() const override {
     return !task_.store_key.has_value() &&
            ((task_.omit_encoding && !task_.scales_in_chunks) ||
@@ -181,7 +181,7 @@ class StreamingQuantizeJob final : public TensorJob {
   const absl::optional<v1::ByteRange> range_;
   // From Resolve on.
   absl::optional<CodeProducer> producer_;
-  // Of an encoding whose scales come in chunks.
+  // Scales of an encoding whose scales come in chunks.
   std::shared_ptr<IncomingScales> incoming_;
   // It was stored when its scales were there.
   bool stored_ = false;
@@ -323,14 +323,14 @@ class BlockQuantizeJob final : public BufferedQuantizeJob {
   const CodeGeometry geometry_;
   const MemoryBudget::Lease lease_;
   const std::unique_ptr<core::BlockQuantizer> quantizer_;
-  // Of all that came.
+  // Encoding with the scales of all reals that came.
   core::Encoding encoding_;
   // Codes of the latest reals.
   std::vector<uint8_t> made_;
 };
 
-// The same where the scales go beside the codes, or nowhere: both go down while
-// reals come up.
+// Like BlockQuantizeJob, where the scales go beside the codes, or nowhere: both
+// go down while reals come up.
 class LocalQuantizeJob final : public TensorJob {
  public:
   // `range`  of the reals, which begins and ends with a granule.
@@ -480,7 +480,8 @@ class LocalQuantizeJob final : public TensorJob {
   const MemoryBudget::Lease lease_;
   const std::unique_ptr<core::BlockQuantizer> quantizer_;
   absl::optional<CodeProducer> producer_;
-  // Of the quantum: where its answer goes, its reals, its codes and scales.
+  // State of the quantum: where its answer goes, its reals, its codes and
+  // scales.
   ChunkWriter* out_ = nullptr;
   int64_t begin_bytes_ = 0;
   int64_t end_bytes_ = 0;

@@ -23,7 +23,7 @@ namespace {
 
 // A piece as it is read, and in its message.
 constexpr int64_t kMostPieceMemory = int64_t{2} << 20;
-// What a scale takes there, with a zero point.
+// Memory of a scale in both, with a zero point.
 constexpr int64_t kMemoryPerReadScale = 16;
 
 class ReadEncodingCall final : public EncodingCall {

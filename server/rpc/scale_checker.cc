@@ -19,10 +19,10 @@
 namespace quantd::server {
 namespace {
 
-// Where scale_shape is not known.
+// Number of scales that is assumed where scale_shape is not known.
 constexpr int64_t kMostScales = int64_t{1} << 56;
 
-// What 1.0 is as a scale code.
+// The scale code of 1.0.
 uint8_t CodeOfOne(core::ScaleType type) {
   switch (type) {
     case core::ScaleType::kE8m0:

@@ -61,7 +61,7 @@ std::vector<double> MeanSquares(const core::FeatureMoments& moments) {
   return means;
 }
 
-// The same but for a factor, from the diagonal.
+// The mean square of each feature but for a factor, from the diagonal.
 std::vector<double> MeanSquares(const core::GramState& gram) {
   std::vector<double> means;
   means.reserve(static_cast<size_t>(gram.feature_count()));
@@ -79,7 +79,7 @@ absl::Status CheckCount(int64_t count) {
       "importance of ", count, " weights, expected at most ", kMaxWeights));
 }
 
-// Of the weights of a row of the whole, those of the slice.
+// The weights of the slice, taken from those of a row of the whole.
 std::vector<double> CutRow(const core::TensorSlice& slice,
                            absl::Span<const double> weights) {
   std::vector<double> cut;
@@ -158,8 +158,8 @@ absl::StatusOr<std::shared_ptr<SpecImportance>> SpecImportance::Create(
   }
   status = CheckCount(std::max<int64_t>(count, proto.weight_size()));
   if (!status.ok()) return status;
-  // Those that are read beside those that are there. A row may have more than
-  // the dimension.
+  // Weights that are read take room beside those that are there. A row may have
+  // more than the dimension.
   constexpr int64_t kCopies = 2;
   const int64_t most = std::min(
       kMaxWeights,

@@ -117,7 +117,7 @@ absl::StatusOr<double> StoredCalibrator::OuterMagnitude(
   return (*magnitudes)[0];
 }
 
-// Those of a block that is made of several are the outermost of theirs.
+// The averages of a block that is made of several are the outermost of theirs.
 absl::StatusOr<std::vector<core::Extremes>> StoredCalibrator::AveragesAt(
     const std::vector<int64_t>& block_size, core::StopToken stop) const {
   if (block_size == stored_.state.block_size) return stored_.moving_average;

@@ -9,7 +9,7 @@
 namespace quantd::server {
 
 google::protobuf::Timestamp ToTimestamp(absl::Time time) {
-  // What a Timestamp can say: years 1 to 9999.
+  // Range of a Timestamp: years 1 to 9999.
   constexpr absl::Time kFirst = absl::FromUnixSeconds(-62135596800);
   constexpr absl::Time kLast = absl::FromUnixSeconds(253402300799);
   const int64_t us =

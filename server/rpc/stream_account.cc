@@ -35,7 +35,7 @@ bool StreamAccount::OverShare(int64_t more_bytes) const {
 
 absl::Status StreamAccount::Admit(absl::Duration work) {
   absl::MutexLock lock(&mutex_);
-  // What was counted of the same tensor is no reason to turn it away.
+  // Load that was counted for the same tensor is no reason to turn it away.
   load_.Set(absl::ZeroDuration());
   absl::Status status = share_->admission.Admit(
       ComputingThreads(env_, share_->group) < env_.pool->thread_count(), work);

@@ -13,9 +13,9 @@ namespace quantd::server {
 namespace {
 
 constexpr int64_t kMaxQueuedBytes = int64_t{2} << 20;
-// The same, when a quarter of the memory budget is in use.
+// Most queued bytes when a quarter of the memory budget is in use.
 constexpr int64_t kShortQueuedBytes = int64_t{256} << 10;
-// What a queued message takes beside its bytes.
+// Memory of a queued message beside its bytes.
 constexpr int64_t kQueuedMessageBytes = 512;
 
 }  // namespace
@@ -69,7 +69,7 @@ bool StreamTransport::QueueIsFull(bool roomy) const {
 
 int64_t StreamTransport::held_bytes() const {
   const int64_t bytes = queued_bytes_ + taken_bytes_ + message_bytes();
-  // What is worth counting has more behind it.
+  // A stream that is worth counting has more behind these bytes.
   return bytes > kShortQueuedBytes ? bytes + kLookAheadBytes : bytes;
 }
 

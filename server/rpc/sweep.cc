@@ -138,7 +138,7 @@ class SweepCall final
   bool answers() const override { return !takes_in_; }
 
  private:
-  // What a mixture is chosen from, beside its options.
+  // A tensor that a mixture is chosen from, beside its options.
   struct Tensor {
     std::string name;
     // [options] expected SQNR.
@@ -206,8 +206,8 @@ class SweepCall final
     revision_.Unload();
   }
 
-  // Of the tensor that is loaded. Only its own failure, not that of specs, is
-  // an error.
+  // Calibrates the specs on the tensor that is loaded. Only its own failure,
+  // not that of specs, is an error.
   absl::Status CalibrateSpecs(const std::string& tensor,
                               std::vector<SpecResult>* results) {
     const absl::StatusOr<int64_t> element_count =
@@ -239,7 +239,7 @@ class SweepCall final
     return absl::OkStatus();
   }
 
-  // What the tensor leaves for the mixture.
+  // Charges the memory that the tensor leaves for the mixture.
   absl::Status ChargeTensor(const StatisticsListEntry& entry) {
     // The name and the SQNR of the options lie on the heap.
     constexpr int64_t kTensorBytes = sizeof(Tensor) + 2 * 32;
@@ -328,7 +328,7 @@ class SweepCall final
 
   bool summarized_ = false;
   std::vector<core::EncodingSpec> specs_;
-  // Of the ranges in them.
+  // Lease of the ranges in the specs.
   MemoryBudget::Lease ranges_lease_;
   // Set when a mixture is asked for.
   absl::optional<v1::MixtureTarget> target_;
@@ -337,16 +337,16 @@ class SweepCall final
   TiedStatistics ties_;
   // Index of the tensor that comes next.
   size_t next_ = 0;
-  // What is loaded is of a tensor that it is tied to.
+  // True if the loaded statistics are of a tensor that the next one is tied to.
   bool takes_in_ = false;
-  // Of the tensor under way.
+  // State of the tensor under way.
   absl::Status tensor_status_;
   StoredStatistics stored_;
   // Over the tensors so far: [specs], and those on which a spec succeeded.
   std::vector<v1::SweepTotal> totals_;
   std::vector<Tensor> tensors_;
   std::vector<core::TensorOptions> options_;
-  // What tensors_, options_ and the choice of a mixture take.
+  // Lease of tensors_, options_ and the choice of a mixture.
   MemoryBudget::Lease options_lease_;
 };
 

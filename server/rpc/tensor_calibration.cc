@@ -42,7 +42,7 @@ absl::Duration ElementSearchTime(const ResolvedSpec& spec) {
     return core::SearchTime(spec.spec, scale_count, elements,
                             /*at_hand=*/true);
   }
-  // As if long blocks were short ones, whose search grows with elements.
+  // Long blocks count as short ones, whose search grows with elements.
   scale_count =
       std::max(scale_count, CeilDiv(elements, core::kFewDirectElements));
   // Weighing takes about as long as searching.
@@ -93,8 +93,8 @@ int64_t LocalSearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec,
 
 bool TakesLong(const core::EncodingSpec& spec, int64_t scale_count,
                int64_t element_count) {
-  // What is no search takes some nanoseconds for each scale and, where it needs
-  // their histograms, for each element.
+  // Calibration without a search takes some nanoseconds for each scale and,
+  // where it needs their histograms, for each element.
   constexpr int64_t kScales = int64_t{1} << 15;
   constexpr int64_t kElements = int64_t{1} << 17;
   return scale_count > kScales ||

@@ -130,7 +130,7 @@ void TensorStream::EndIfOverdue(const Limits& limits) {
       core::SteadyNow() - transport_.last_progress() < limits.idle_timeout) {
     return;
   }
-  // What the client does not read can't be followed by a status.
+  // A status can't follow an answer that the client does not read.
   if (transport_.write_start_time().has_value()) {
     context_->TryCancel();
   } else {
@@ -243,7 +243,7 @@ void TensorStream::Work(StepKind kind) {
   bool end_of_stream = false;
   {
     absl::MutexLock lock(&mutex_);
-    // What is long hears of it by its token.
+    // A long step hears of the end by its token.
     if (transport_.ending() && kind != StepKind::kLong) {
       working_ = false;
       return Advance();

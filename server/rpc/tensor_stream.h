@@ -79,7 +79,7 @@ class TensorStream final : public StreamTransport::Reactor,
   bool ClaimLightWork() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // True if there is something to do for a task.
   bool HasWork() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // As many answers wait for the client as may.
+  // True if as many answers wait for the client as may.
   bool QueueIsFull() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndWith(absl::Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Tells the account what the stream holds.

@@ -23,8 +23,9 @@
 namespace quantd::server {
 namespace {
 
-// What the writer keeps until a piece is full, and that piece: at most so much,
-// and no more than a multiple of what came, beside what it begins with.
+// Memory of what the writer keeps until a piece is full, and of that piece: at
+// most so much, and no more than a multiple of the bytes that came, beside the
+// memory that it begins with.
 constexpr int64_t kMostWriterMemory = int64_t{4} << 20;
 constexpr int64_t kLeastWriterMemory = int64_t{16} << 10;
 constexpr int64_t kWriterMemoryPerByte = 4;

@@ -31,8 +31,8 @@ using ::google::protobuf::internal::WireFormatLite;
 using ::google::protobuf::io::CodedInputStream;
 
 constexpr auto kDelimited = WireFormatLite::WIRETYPE_LENGTH_DELIMITED;
-// Of the fields beside the sums: the exponents of the most features there are,
-// in the longest form.
+// Most bytes of the fields beside the sums: the exponents of the most features
+// there are, in the longest form.
 constexpr size_t kMaxHeadBytes = size_t{4} << 20;
 // The message, and the state that it becomes.
 constexpr int64_t kStatisticsCopies = 2;
@@ -117,7 +117,7 @@ absl::Status SplitGram(absl::string_view bytes,
   return absl::OkStatus();
 }
 
-// What `bytes` take as a message of that type.
+// Memory of `bytes` as a message of that type.
 absl::StatusOr<int64_t> MessageBytes(absl::string_view bytes,
                                      const google::protobuf::Descriptor& type) {
   grpc::Slice slice(bytes.data(), bytes.size(), grpc::Slice::STATIC_SLICE);

@@ -26,8 +26,8 @@ struct ContributionStateBytes {
   std::vector<absl::string_view> gram_sums;
   // A serialized v1.FeatureMoments, if there is one.
   absl::optional<absl::string_view> moments;
-  // What reading the statistics takes in memory at most, and the message of the
-  // moments.
+  // Most memory that reading the statistics takes, and memory of the message of
+  // the moments.
   int64_t statistics_memory_bytes = 0;
   int64_t moments_memory_bytes = 0;
 };
@@ -54,7 +54,7 @@ absl::StatusOr<core::StatisticsState> ReadContributedStatistics(
 absl::StatusOr<core::AxisMoments> ReadContributedMoments(
     const ContributionStateBytes& bytes, int64_t axis, int64_t feature_count);
 
-// What is to be given to GramState::FromParts.
+// Parts for GramState::FromParts.
 // Requires: bytes.gram has a value.
 core::GramState::Parts ReadContributedGram(const ContributionStateBytes& bytes);
 

@@ -1,4 +1,4 @@
-// What an encoding, and the statistics of a tensor, are kept under.
+// Key that an encoding, and the statistics of a tensor, are kept under.
 
 #ifndef QUANTD_SERVER_WIRE_ENCODING_KEY_H_
 #define QUANTD_SERVER_WIRE_ENCODING_KEY_H_

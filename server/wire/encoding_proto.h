@@ -31,8 +31,9 @@ absl::StatusOr<core::Encoding> EncodingFromProto(const v1::Encoding& proto);
 void EncodingWithoutScalesToProto(const core::Encoding& encoding,
                                   bool has_zero_points, v1::Encoding* proto);
 
-// The same back. Errors: ENUM_UNKNOWN, SCALE_COUNT if it has scales all the
-// same, and those of core::ValidateWithoutScales, at the message's fields.
+// Reads an encoding without its scales, which come in chunks.
+// Errors: ENUM_UNKNOWN, SCALE_COUNT if it has scales all the same, and those of
+// core::ValidateWithoutScales, at the message's fields.
 absl::StatusOr<core::Encoding> EncodingWithoutScalesFromProto(
     const v1::Encoding& proto);
 
@@ -44,7 +45,7 @@ void ScalesToProto(const core::Encoding& encoding, int64_t first, int64_t begin,
 void OuterScalesToProto(const core::Encoding& encoding, int64_t first,
                         int64_t begin, int64_t end, v1::ScaleChunk* proto);
 
-// What a chunk has; points into it.
+// Bytes that a chunk has; they point into it.
 core::ScaleWindow::Bytes ScaleBytesOf(const v1::ScaleChunk& chunk);
 
 // Everything but scales, zero points and outer scales, unchecked.
@@ -52,9 +53,9 @@ core::ScaleWindow::Bytes ScaleBytesOf(const v1::ScaleChunk& chunk);
 absl::StatusOr<core::Encoding> EncodingOutlineFromProto(
     const v1::Encoding& proto);
 
-// As many as `proto` has, as numbers or as codes.
+// Number of scales in `proto`, as numbers or as codes.
 int64_t ScaleCount(const v1::Encoding& proto);
-// What `proto` takes in memory as core::Encoding.
+// Memory of `proto` as core::Encoding.
 int64_t EncodingMemoryBytes(const v1::Encoding& proto);
 
 // Charges nothing: for specs of requests call ParseSpec.
@@ -69,15 +70,15 @@ core::Granularity GranularityFromProto(const v1::Granularity& proto);
 void PredictionToProto(const core::Prediction& prediction,
                        v1::Prediction* proto);
 
-// What a header says of its tensor.
+// Description of a tensor in a header.
 struct TensorDescription {
   core::ElementType element_type{};
   std::vector<int64_t> shape;
   int64_t element_count = 0;
-  // Of a tensor that is not whole; of `shape`, and valid.
+  // Slice that a tensor is, if it is not whole; of `shape`, and valid.
   absl::optional<core::TensorSlice> slice = absl::nullopt;
 
-  // Of the whole tensor.
+  // Shape of the whole tensor.
   const std::vector<int64_t>& global_shape() const {
     return slice.has_value() ? slice->global_shape : shape;
   }

@@ -88,7 +88,7 @@ bool SkipValue(CodedInputStream* in, uint32_t tag, int group_depth) {
   }
 }
 
-// Whether `bytes` is a sequence of whole fields.
+// True if `bytes` is a sequence of whole fields.
 bool IsMessage(const std::string& bytes) {
   CodedInputStream in(reinterpret_cast<const uint8_t*>(bytes.data()),
                       static_cast<int>(bytes.size()));

@@ -30,7 +30,7 @@ struct RequestEnvelope {
   // The payload, in place, in as many pieces as it arrived in.
   absl::InlinedVector<absl::Span<const uint8_t>, 16> data;
   int64_t data_bytes = 0;
-  // What stands for `data`, which the message then lacks.
+  // Span that stands for `data`, which the message then lacks.
   absl::optional<v1::SharedSpan> shared;
   // Serialized: a ScaleChunk, in parts that merge, or CandidateScales one after
   // the other.

@@ -23,7 +23,7 @@ absl::StatusOr<MetricSet> MetricSet::Of(const v1::EvaluateHeader& header) {
 }
 
 core::ErrorSumSet MetricSet::sums() const {
-  // What comes from count, squared_error, signal and max_absolute_error.
+  // Metrics that come from count, squared_error, signal and max_absolute_error.
   const uint32_t noise = Bit(v1::ERROR_METRIC_SUM_SQUARED_ERROR) |
                          Bit(v1::ERROR_METRIC_MEAN_SQUARED_ERROR) |
                          Bit(v1::ERROR_METRIC_MAX_ABSOLUTE_ERROR) |

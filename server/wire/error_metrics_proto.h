@@ -23,10 +23,10 @@ class MetricSet {
   bool Has(v1::ErrorMetric metric) const {
     return bits_ == 0 || (bits_ & Bit(metric)) != 0;
   }
-  // What to add up for them.
+  // Sums to add up for the metrics.
   core::ErrorSumSet sums() const;
 
-  // Which they are, for the answer.
+  // Lists the metrics for the answer.
   void ListIn(v1::EvaluateSummary* summary) const;
 
  private:

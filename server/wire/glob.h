@@ -26,7 +26,7 @@ class Glob {
   // most.
   bool Matches(absl::string_view name) const;
 
-  // What the glob takes in memory: at most some 34 times the pattern.
+  // Memory of the glob: at most some 34 times the pattern.
   int64_t memory_bytes() const;
 
  private:

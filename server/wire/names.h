@@ -13,7 +13,7 @@
 
 namespace quantd::server {
 
-// What an empty revision means.
+// The meaning of an empty revision.
 inline constexpr absl::string_view kDefaultRevision = "main";
 
 // [A-Za-z0-9._/-]{1,256}, no "..", no leading "/". `kind` opens the error's

@@ -18,15 +18,16 @@ using ::google::protobuf::FieldDescriptor;
 using ::google::protobuf::internal::WireFormatLite;
 using ::google::protobuf::io::CodedInputStream;
 
-// What each takes beside its bytes, with what the allocator adds. Messages of
-// ours have less than twenty fields.
+// Memory of a message, a string, a number and an unknown field beside its
+// bytes, with what the allocator adds. Messages of ours have less than twenty
+// fields.
 constexpr int64_t kMessageBytes = 384;
 constexpr int64_t kParsedStringBytes = 96;
 constexpr int64_t kNumberBytes = 16;
 constexpr int64_t kUnknownBytes = 160;
 // Arrays double while they grow.
 constexpr int64_t kGrowth = 2;
-// As deep as protobuf parses.
+// Most levels that protobuf parses.
 constexpr int kMostLevels = 100;
 
 // Sums up one message. Not thread-safe.
@@ -95,7 +96,7 @@ class Scanner {
         if (level == kMostLevels) return false;
         const CodedInputStream::Limit outer = in_->PushLimit(size);
         if (!ScanMessage(*field->message_type(), level + 1)) return false;
-        // What ends there may also have broken off.
+        // A message that ends there may also have broken off.
         if (in_->BytesUntilLimit() != 0) return false;
         in_->PopLimit(outer);
         return true;
@@ -108,7 +109,7 @@ class Scanner {
     }
   }
 
-  // Of packed numbers in `size` bytes.
+  // Most bytes of an array of packed numbers in `size` bytes.
   static int64_t MostArrayBytes(const FieldDescriptor& field, int64_t size) {
     switch (field.type()) {
       case FieldDescriptor::TYPE_FLOAT:

@@ -1,4 +1,4 @@
-// What a message will take in memory, told before it is parsed.
+// Memory that a message will take, told before it is parsed.
 
 #ifndef QUANTD_SERVER_WIRE_PARSED_BYTES_H_
 #define QUANTD_SERVER_WIRE_PARSED_BYTES_H_

@@ -36,7 +36,7 @@ enum class Rpc : int {
   kGetServerInfo,
 };
 
-// What a request is made of, and so how much memory one may take.
+// The kind of content that a request has, and so how much memory one may take.
 enum class RequestSize {
   kTensors,   // chunks, which TensorStream reads
   kNames,     // some names
@@ -46,12 +46,12 @@ enum class RequestSize {
 
 struct RpcRow {
   Rpc rpc;
-  // As its service calls it.
+  // The service's name for the RPC.
   const char* method;
   RequestSize size;
 };
 
-// Those that handle tensors come first, and have metrics of their own.
+// RPCs that handle tensors come first, and have metrics of their own.
 inline constexpr RpcRow kRpcs[] = {
     {Rpc::kCalibrate, "Calibrate", RequestSize::kTensors},
     {Rpc::kQuantize, "Quantize", RequestSize::kTensors},
@@ -106,7 +106,7 @@ constexpr RequestSize RequestSizeOf(Rpc rpc) {
   return kRpcs[static_cast<int>(rpc)].size;
 }
 
-// What a caller may do; see quantd.v1.Scope.
+// A right that a caller may have; see quantd.v1.Scope.
 enum class Scope : uint8_t {
   kRead = 1,
   kQuantize = 2,
@@ -117,7 +117,7 @@ enum class Scope : uint8_t {
 // The one that a call of the RPC needs, by the option of its method.
 Scope ScopeOf(Rpc rpc);
 
-// What the labels of metrics call an RPC: its type is "unary",
+// Names of an RPC in the labels of metrics: its type is "unary",
 // "server_stream", "client_stream" or "bidi_stream", its service
 // "quantd.v1.EncodingService".
 struct RpcName {

@@ -307,7 +307,7 @@ absl::StatusOr<core::StatisticsState> OutlineFromProto(
   const absl::StatusOr<core::BlockLayout> layout =
       core::BlockLayout::Create(state.shape, proto.block_size());
   if (!layout.ok()) return StateInvalid(core::ErrorText(layout.status()));
-  // What is allocated from here on follows these lists, which are there.
+  // Memory that is allocated from here on follows these lists, which are there.
   const int64_t scale_count = layout->scale_count();
   if (proto.min_size() != scale_count || proto.max_size() != scale_count) {
     return StateInvalid("there are ", proto.min_size(), " minima and ",

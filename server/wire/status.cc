@@ -98,7 +98,7 @@ absl::string_view Beginning(absl::string_view text, size_t max_bytes) {
   return text.substr(0, size);
 }
 
-// What clients are told: a status always has a reason, and a bounded size.
+// Status that clients are told: it always has a reason, and a bounded size.
 absl::Status PrintableStatus(const absl::Status& status) {
   const bool has_reason = !core::ErrorReason(status).empty();
   std::string message =

@@ -14,7 +14,7 @@ namespace quantd::server {
 // from the error catalogue becomes INTERNAL.
 grpc::Status ToGrpcStatus(const absl::Status& status);
 
-// The same as the end of one tensor.
+// Like ToGrpcStatus, as the end of one tensor.
 v1::TensorError ToTensorError(const absl::Status& status);
 
 }  // namespace quantd::server
