@@ -54,7 +54,7 @@ struct Flag {
   // Without dashes.
   std::string name;
   std::string group;
-  // What stands for the value in the help; empty for a switch.
+  // Placeholder of the value in the help; empty for a switch.
   std::string value_name;
   std::string help;
   std::string default_text;
@@ -62,7 +62,7 @@ struct Flag {
   bool repeatable;
   // Errors: what was expected, without the flag's name and what came.
   std::function<absl::Status(const std::vector<std::string>&, Config*)> parse;
-  // As a TOML value.
+  // Writes the flag's value in TOML.
   std::function<std::string(const Config&)> show;
 };
 
@@ -274,8 +274,9 @@ std::string PercentDecode(absl::string_view text) {
   return decoded;
 }
 
-// What of a store's URL may be shown: all but passwords. Only parts that are
-// known to be none are, so that a slip of the pen shows no secret either.
+// Returns the parts of a store's URL that may be shown: all but passwords.
+// Shows only parts that are known to be no passwords, so that a slip of the pen
+// shows no secret either.
 std::string ShowStoreUrl(absl::string_view url) {
   constexpr absl::string_view kHidden = "***";
   constexpr absl::string_view kOpenParameters[] = {"application_name",
@@ -797,7 +798,7 @@ absl::Status CheckListen(const Config& config) {
   return absl::OkStatus();
 }
 
-// What has to hold between flags.
+// Checks what has to hold between flags.
 absl::Status CheckTogether(const Config& config) {
   if (absl::Status status = CheckTls(config.tls); !status.ok()) return status;
   if (absl::Status status = CheckListen(config); !status.ok()) return status;
@@ -852,14 +853,14 @@ std::string ShowConfig(const std::vector<Flag>& flags, const Config& config) {
   return text;
 }
 
-// What a bad value is shown as: another store's URL may hold a password.
+// Text that shows a bad value: another store's URL may hold a password.
 std::string ShowValues(const Flag& flag, const Values& values) {
   std::string shown = absl::StrJoin(values, ",");
   const size_t scheme = shown.find("://");
   if (flag.name == "store" && scheme != std::string::npos) {
     shown = absl::StrCat(shown.substr(0, scheme), "://...");
   } else if (flag.name == "store" && absl::StrContains(shown, '=')) {
-    // What libpq takes, too.
+    // libpq takes this form, too.
     shown = absl::StrCat(shown.substr(0, shown.find('=')), "=...");
   }
   return absl::StrCat("\"", shown, "\"");
@@ -884,8 +885,8 @@ absl::string_view Version() { return QUANTD_VERSION; }
 
 namespace {
 
-// Whether Kubernetes sets it for a service, such as QUANTD_SERVICE_HOST or
-// QUANTD_PORT_8430_TCP_ADDR.
+// True if Kubernetes sets the variable for a service, such as
+// QUANTD_SERVICE_HOST or QUANTD_PORT_8430_TCP_ADDR.
 bool IsOfKubernetes(absl::string_view name, absl::string_view value) {
   return absl::EndsWith(name, "_SERVICE_HOST") ||
          absl::StrContains(name, "_SERVICE_PORT") ||

@@ -16,7 +16,7 @@
 
 namespace quantd::server {
 
-// Of quantd, e.g. "0.1.0".
+// Version of quantd, e.g. "0.1.0".
 absl::string_view Version();
 
 // Everything that main needs. The defaults are in config.cc, one table row per
@@ -33,9 +33,9 @@ struct Config {
   bool shared_memory = false;
   // host:port; empty for none.
   std::string metrics_listen;
-  // Of the SQLite file; empty with a store_url.
+  // Path of the SQLite file; empty with a store_url.
   std::string store_path;
-  // Of a PostgreSQL database; empty with a store_path.
+  // URL of a PostgreSQL database; empty with a store_path.
   std::string store_url;
   int store_connections = 0;
   absl::Duration store_timeout;
@@ -56,7 +56,7 @@ struct Config {
   std::string ready_file;
 };
 
-// What the command line asks for.
+// Action that the command line asks for, and what it needs.
 struct CommandLine {
   enum class Action {
     kRun,
@@ -73,8 +73,8 @@ struct CommandLine {
   // of another version. Those that Kubernetes sets for a service of the name
   // quantd are not among them. Sorted; not of kPrint.
   std::vector<std::string> unknown_variables;
-  // Of kPrint only: the help, the version, or the effective configuration in
-  // the form of a configuration file.
+  // Text to print, for kPrint only: the help, the version, or the effective
+  // configuration in the form of a configuration file.
   std::string text;
 };
 

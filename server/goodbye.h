@@ -13,7 +13,7 @@ namespace quantd::server {
 // before Shutdown, which would cancel the calls that are on their way.
 void SayGoodbye(grpc::Server* server);
 
-// Whether some client is still connected.
+// True if some client is still connected.
 bool HasConnections(grpc::Server* server);
 
 }  // namespace quantd::server

@@ -22,7 +22,7 @@ namespace {
 constexpr double kNearlyUsed = 0.9;
 constexpr double kNoLongerUsed = 0.85;
 constexpr int kPage = 500;
-// What a clock may be set by while the server runs.
+// Limit on how far a clock may be set while the server runs.
 constexpr absl::Duration kMostClockChange = absl::Minutes(5);
 
 double Ratio(int64_t used, int64_t limit) {
@@ -30,7 +30,8 @@ double Ratio(int64_t used, int64_t limit) {
   return static_cast<double>(used) / static_cast<double>(limit);
 }
 
-// What another deleted, or wrote meanwhile, is as well. What is damaged stays.
+// True if a deletion is settled: it succeeded, or another deleted or wrote the
+// thing meanwhile, or the thing is damaged. What is damaged stays.
 bool IsSettled(const absl::Status& status) {
   return status.ok() || absl::IsNotFound(status) || absl::IsDataLoss(status) ||
          core::ErrorReason(status) == "ETAG_MISMATCH";

@@ -25,7 +25,7 @@
 
 namespace quantd::server {
 
-// Those of one model's revisions that a rule no longer keeps, oldest first.
+// Revisions of one model that a rule no longer keeps, oldest first.
 std::vector<RevisionUsage> BeyondRule(const RetentionRule& rule,
                                       std::vector<RevisionUsage> revisions,
                                       absl::Time now);

@@ -113,7 +113,7 @@ void Write(LogLevel level, absl::string_view message,
                spdlog::string_view_t(line.data(), line.size()));
 }
 
-// Whether a line of that level and kind is to be written.
+// True if a line of that level and kind is to be written.
 bool Admits(LogLevel level, absl::string_view kind) {
   return Logger().should_log(SpdlogLevel(level)) &&
          (level < LogLevel::kWarning ||
@@ -140,7 +140,7 @@ void StartLogging(LogLevel level, LogFormat format) {
   g_format = format;
   Logger().set_level(SpdlogLevel(level));
   gpr_set_log_function(&LogFromGrpc);
-  // What gRPC calls information is about its own inside.
+  // gRPC's information lines are about its own inside.
   gpr_set_log_verbosity(level == LogLevel::kDebug ? GPR_LOG_SEVERITY_DEBUG
                                                   : GPR_LOG_SEVERITY_ERROR);
 }

@@ -62,12 +62,12 @@ class LineLimiter {
   LineLimiter(int lines, absl::Duration window)
       : lines_(lines), window_(window) {}
 
-  // Whether a line of that kind may be written at `now`, of a clock that never
+  // True if a line of that kind may be written at `now`, of a clock that never
   // jumps. Kinds are few: more than a thousand are one.
   bool Admit(absl::string_view kind, absl::Duration now)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // What was left out in windows that are over, each told once.
+  // Lines that were left out in windows that are over, each told once.
   std::vector<LeftOut> TakeLeftOut(absl::Duration now)
       ABSL_LOCKS_EXCLUDED(mutex_);
 

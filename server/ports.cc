@@ -32,8 +32,8 @@ namespace {
 
 // How often it is told that connections are refused, or wait.
 constexpr absl::Duration kLogInterval = absl::Minutes(1);
-// Of the connections, so many are left to unix sockets: for who looks after the
-// server when strangers have taken all others.
+// Share of the connections that is left to unix sockets, one in this many: for
+// who looks after the server when strangers have taken all others.
 constexpr int64_t kUnixShare = 16;
 
 // gRPC does the same to those that it takes itself: what a peer does not

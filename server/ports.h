@@ -1,4 +1,4 @@
-// Where gRPC's connections come in.
+// The ports at which gRPC's connections come in.
 
 #ifndef QUANTD_SERVER_PORTS_H_
 #define QUANTD_SERVER_PORTS_H_

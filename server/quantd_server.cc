@@ -40,18 +40,18 @@
 namespace quantd::server {
 namespace {
 
-// That read encodings from the store, as many that read statistics, and as many
-// that write: calls block on the disk, and those that write on the lock of the
-// writer. A caller has half of them at most, so that those who read much do not
-// keep others waiting.
+// Threads that read encodings from the store, as many that read statistics, and
+// as many that write: calls block on the disk, and those that write on the lock
+// of the writer. A caller has half of them at most, so that those who read much
+// do not keep others waiting.
 constexpr int kStoreThreads = 4;
 // So many callers have all the threads that they may have; more take turns.
 constexpr int kCallersAtOnce = 8;
 // Long computations of one caller that run at a time; admission lets in far
 // fewer. More would take turns.
 constexpr int kLongThreads = 64;
-// Of the threads of long computations and of statistics: about a quarter of a
-// processor's time where others want all of it.
+// Nice value of the threads of long computations and of statistics: about a
+// quarter of a processor's time where others want all of it.
 constexpr int kLongNice = 6;
 // How often streams that wait for memory try again.
 constexpr absl::Duration kWatchInterval = absl::Milliseconds(20);
@@ -81,13 +81,13 @@ constexpr absl::Duration kLetGoTime = absl::Seconds(10);
 // A frame of HTTP/2: a default chunk fits into one. The default of 16 KiB costs
 // a look at the connection for each.
 constexpr int kFrameBytes = 2 << 20;
-// What may be in transit beside the memory budget: little enough to leave room
-// for the server itself within 64 MiB of it.
+// Bytes that may be in transit beside the memory budget: little enough to leave
+// room for the server itself within 64 MiB of it.
 constexpr int64_t kTransitBytes = int64_t{16} << 20;
-// What gRPC may hold when leases leave less of the budget: this share of it.
-// With less, many streams that wait for memory, each with a chunk that nobody
-// has read, made gRPC close connections: those without an open call first, so
-// callers who held nothing lost theirs.
+// Share of the budget that gRPC may hold when leases leave less of it, one in
+// this many. With less, many streams that wait for memory, each with a chunk
+// that nobody has read, made gRPC close connections: those without an open call
+// first, so callers who held nothing lost theirs.
 constexpr int64_t kLeastTransitShare = 8;
 // gRPC's threads for calls that hold one each, which only those of reflection
 // do; it refuses what is more.
@@ -120,7 +120,8 @@ void InitGrpc() {
   static_cast<void>(done);
 }
 
-// As many connections as were asked for, or as the system has descriptors.
+// Number of connections to take: as many as were asked for, or as the system
+// has descriptors.
 int64_t ConnectionLimit(const ServerOptions& options) {
   constexpr int64_t kLeast = 16;
   // gRPC's own, those of files that are being read, and listening sockets.
@@ -143,8 +144,8 @@ int64_t ConnectionLimit(const ServerOptions& options) {
   return std::min(options.limits.connections, room);
 }
 
-// What clients send ahead is in no budget: a thousand streams may take as much
-// as the budget is.
+// Bytes that a client may send ahead on a stream. They are in no budget: a
+// thousand streams may take as much as the budget is.
 int LookAheadBytes(const Limits& limits) {
   constexpr int64_t kStreams = 1024;
   constexpr int64_t kMinBytes = 64 << 10;

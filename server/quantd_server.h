@@ -48,8 +48,8 @@ struct ServerOptions {
   std::string access_file;
   // Share memory with clients on the unix sockets.
   bool shared_memory = false;
-  // Of the stores, to keep them in order; null where nobody does. Must outlive
-  // the server.
+  // Keeper of the stores, to keep them in order; null where nobody does. Must
+  // outlive the server.
   StoreKeeper* keeper = nullptr;
   // Between two looks at the revisions that need not be kept.
   absl::Duration retention_interval = absl::Hours(1);
@@ -91,16 +91,16 @@ class QuantdServer {
   // Blocks until done; call once.
   void Drain();
 
-  // What requests hold of the memory budget now.
+  // Bytes of the memory budget that requests hold now.
   int64_t memory_used_bytes() const { return budget_.used_bytes(); }
 
-  // Whether new callers get through. False from the beginning of Drain on, and
+  // OK if new callers get through. Not OK from the beginning of Drain on, and
   // while a port does not answer the server's own calls, also when it has as
   // many connections as it takes.
   // Errors: DRAINING, UNAVAILABLE.
   absl::Status CheckReady() const ABSL_LOCKS_EXCLUDED(reachable_mutex_);
-  // Whether the ports take calls, or refuse them for a limit only: a server
-  // that is full or drains is as it should be. Errors: UNAVAILABLE.
+  // OK if the ports take calls, or refuse them for a limit only: a server that
+  // is full or drains is as it should be. Errors: UNAVAILABLE.
   absl::Status CheckLive() const ABSL_LOCKS_EXCLUDED(reachable_mutex_);
 
  private:
@@ -152,7 +152,7 @@ class QuantdServer {
   std::unique_ptr<ControlServer> control_server_;
   std::atomic<bool> draining_{false};
   mutable absl::Mutex reachable_mutex_;
-  // What the last look at the ports found, for CheckReady and CheckLive.
+  // Results of the last look at the ports, for CheckReady and CheckLive.
   absl::Status ready_ ABSL_GUARDED_BY(reachable_mutex_);
   absl::Status live_ ABSL_GUARDED_BY(reachable_mutex_);
   StopSignal stopping_;

@@ -45,7 +45,8 @@
 namespace quantd::server {
 namespace {
 
-// Of --cache-bytes; the rest is for encodings, which are read far more often.
+// Share of --cache-bytes that statistics get, one in this many; the rest is for
+// encodings, which are read far more often.
 constexpr int64_t kStatisticsCacheShare = 4;
 
 constexpr int kExitDrained = 0;
@@ -119,7 +120,7 @@ sigset_t StopSignals() {
   return signals;
 }
 
-// What the server keeps things in.
+// Stores that the server keeps things in, and what keeps them in order.
 struct Stores {
   std::unique_ptr<EncodingStore> encodings;
   std::unique_ptr<StatisticsStore> statistics;

@@ -32,7 +32,7 @@ namespace quantd::server {
 namespace {
 
 constexpr size_t kMaxConnections = 64;
-// Of one address.
+// Most connections of one address.
 constexpr size_t kMaxOfAddress = 32;
 // From the connection to the last byte of the answer.
 constexpr absl::Duration kTimeout = absl::Seconds(5);
@@ -54,7 +54,7 @@ constexpr absl::string_view kMetricsText =
     "text/plain; version=0.0.4; charset=utf-8";
 constexpr absl::string_view kHtml = "text/html; charset=utf-8";
 
-// What there is, for people.
+// Page with links to what there is, for people.
 constexpr absl::string_view kContents =
     "<!DOCTYPE html>\n<html lang=\"en\"><title>quantd</title>\n"
     "<h1>quantd</h1>\n<ul>\n"
@@ -226,7 +226,8 @@ void HttpServer::DropOne(const std::string* address) {
 bool HttpServer::Serve(Connection& connection) {
   if (!connection.has_request) return Read(connection);
   if (!connection.is_written) return Write(connection);
-  // What is closed with something unread is reset, and the answer with it.
+  // A connection that is closed with something unread is reset, and the answer
+  // with it.
   std::array<char, 4096> dropped;
   const ssize_t size =
       recv(connection.socket.get(), dropped.data(), dropped.size(), 0);
@@ -332,7 +333,7 @@ absl::Status HttpServer::LatestWrite() const {
 }
 
 absl::Status HttpServer::AskStore() {
-  // What took its time to find out is good for all who ask meanwhile.
+  // A look at the store that took its time is good for all who ask meanwhile.
   const absl::Duration start = clock_();
   if (start >= store_end_) {
     store_status_ = probes_.store();

@@ -42,13 +42,13 @@ class HttpServer {
   // The time since some moment; never goes back.
   using Clock = std::function<absl::Duration()>;
 
-  // What the probes ask. Called from the thread.
+  // Checks that the probes make. Called from the thread.
   struct Probes {
     // Not OK when only a restart helps.
     std::function<absl::Status()> live;
-    // Whether further callers get through.
+    // OK if further callers get through.
     std::function<absl::Status()> ready;
-    // Whether the store answers.
+    // OK if the store answers.
     std::function<absl::Status()> store;
   };
 
@@ -71,14 +71,14 @@ class HttpServer {
  private:
   struct Connection {
     FileDescriptor socket;
-    // Of the client; see AddressKey.
+    // Address of the client; see AddressKey.
     std::string address;
-    // It is closed then.
+    // Time at which the connection is closed.
     absl::Duration end;
     std::string request;
     // All of it is there, or too much.
     bool has_request = false;
-    // What is left of it to be written, once there is one.
+    // Rest of the response that is to be written, once there is one.
     absl::Cord response;
     bool has_response = false;
     // All is written: the client is to read it before the connection goes.
@@ -87,17 +87,18 @@ class HttpServer {
 
   HttpServer(const Metrics* metrics, Probes probes, Clock clock);
   void Run();
-  // And reads what is there already. True when there was no room for one.
-  // `metrics`: see AnswerAll.
+  // Accepts connections, and reads what is there already. True when there was
+  // no room for one. `metrics`: see AnswerAll.
   bool AcceptAll(absl::Cord* metrics);
-  // Those that wait for metrics. Renders them into `metrics` if it is empty.
-  // One turn renders once: a probe may wait behind thousands who ask for them.
-  // So the text is older than the question by a part of one turn, and only
-  // where more connections come in one turn than the server keeps.
+  // Answers the connections that wait for metrics. Renders them into `metrics`
+  // if it is empty. One turn renders once: a probe may wait behind thousands
+  // who ask for them. So the text is older than the question by a part of one
+  // turn, and only where more connections come in one turn than the server
+  // keeps.
   void AnswerAll(absl::Cord* metrics);
   // Lets go of those that are too many.
   void MakeRoom();
-  // Of all addresses when null.
+  // Drops one connection of `address`, or of any address when null.
   void DropOne(const std::string* address);
   // Goes on as far as the client allows; false when the connection is over.
   bool Serve(Connection& connection);

@@ -34,7 +34,7 @@ enum class StoreOperation {
   kDeleteStatistics,
 };
 constexpr int kStoreOperationCount = 9;
-// Whether the operation changes what is stored.
+// True if the operation changes what is stored.
 constexpr bool IsWrite(StoreOperation operation) {
   return operation == StoreOperation::kPut ||
          operation == StoreOperation::kDelete ||
@@ -62,7 +62,7 @@ class Metrics {
   explicit Metrics(Clock clock = &core::SteadyNow);
   ~Metrics();
 
-  // What /metrics shows of the service; from any thread.
+  // Metrics of the service that /metrics shows; from any thread.
   std::vector<prometheus::MetricFamily> Collect() const;
 
   // grpc_server_started_total, grpc_server_handled_total,

@@ -1,4 +1,4 @@
-// What the operating system knows of this process.
+// Metrics of this process that the operating system knows.
 
 #ifndef QUANTD_SERVER_METRICS_PROCESS_METRICS_H_
 #define QUANTD_SERVER_METRICS_PROCESS_METRICS_H_

@@ -101,7 +101,7 @@ void ControlServer::Run() {
       continue;
     }
     if (polled[0].revents != 0) return;
-    // Those that were polled; new ones come behind them.
+    // Serves the connections that were polled; new ones come behind them.
     size_t kept = 0;
     for (size_t i = 0; i < connections_.size(); ++i) {
       const int events = polled[1 + i].revents;

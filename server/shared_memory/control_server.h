@@ -1,4 +1,5 @@
-// Where clients ask for regions: see proto/quantd/v1/shared_memory.proto.
+// The server that clients ask for regions: see
+// proto/quantd/v1/shared_memory.proto.
 
 #ifndef QUANTD_SERVER_SHARED_MEMORY_CONTROL_SERVER_H_
 #define QUANTD_SERVER_SHARED_MEMORY_CONTROL_SERVER_H_

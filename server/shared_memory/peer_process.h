@@ -24,8 +24,8 @@ struct PeerProcess {
 // None unless `socket` is a connected unix socket.
 absl::optional<PeerProcess> PeerOfSocket(int socket);
 
-// Of a running call, by what grpc::ServerContext::peer() says of it; none
-// unless its connection came by such a socket of a server
+// Process that makes a running call, by what grpc::ServerContext::peer() says
+// of the call; none unless its connection came by such a socket of a server
 // that shares memory.
 absl::optional<PeerProcess> PeerOfCall(absl::string_view peer);
 

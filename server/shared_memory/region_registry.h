@@ -1,4 +1,4 @@
-// Which process may name which region.
+// The regions that each process may name.
 
 #ifndef QUANTD_SERVER_SHARED_MEMORY_REGION_REGISTRY_H_
 #define QUANTD_SERVER_SHARED_MEMORY_REGION_REGISTRY_H_
@@ -41,13 +41,13 @@ class RegionRegistry {
   absl::flat_hash_map<std::string, Entry> entries_ ABSL_GUARDED_BY(mutex_);
 };
 
-// What one call may name. Thread-safe.
+// The regions that one call may name. Thread-safe.
 class SharedMemoryAccess {
  public:
   // Nothing.
   SharedMemoryAccess() = default;
-  // What belongs to the process that makes the call; `peer` is
-  // grpc::ServerContext::peer() of it. Null `registry`: nothing. It must
+  // Regions of the process that makes the call; `peer` is
+  // grpc::ServerContext::peer() of it. Null `registry`: no regions. It must
   // outlive the object.
   SharedMemoryAccess(const RegionRegistry* registry, absl::string_view peer);
 

@@ -15,8 +15,8 @@ namespace quantd::server {
 // How much of a tensor in shared memory is worked on between two looks at what
 // else there is to do: small beside a second, large beside starting threads.
 constexpr int64_t kSharedQuantumBytes = int64_t{16} << 20;
-// What one thread takes at a time: its results are still in the second-level
-// cache when they are looked at again.
+// Bytes that one thread takes at a time: its results are still in the
+// second-level cache when they are looked at again.
 constexpr int64_t kSharedBlockBytes = int64_t{256} << 10;
 
 // Cuts `in` into parts of `block_bytes` and calls work(block, part) for each on

@@ -120,7 +120,7 @@ absl::StatusOr<StoredEncoding> CachingEncodingStore::Read(
   if (--in_flight.reads == 0 && in_flight.writes == 0) {
     shard.in_flight.erase(it);
   }
-  // Which says nothing about the encoding.
+  // A refusal says nothing about the encoding.
   if (is_refused) return result;
   const auto cached = shard.index.find(key);
   if (!undisturbed) {
@@ -363,7 +363,7 @@ void CachingEncodingStore::EndWrite(Shard& shard, const EncodingKey& key,
   if (--in_flight.writes == 0 && in_flight.reads == 0) {
     shard.in_flight.erase(it);
   }
-  // What a write that failed left, the next read finds out; while the inner
+  // The next read finds out what a write that failed has left. While the inner
   // store is away, what was there before is better than nothing.
   if (!status.ok()) return;
   Erase(shard, key);

@@ -40,8 +40,9 @@ namespace quantd::server {
 class CachingEncodingStore : public EncodingStore {
  public:
   struct Options {
-    // Of everything cached, keys and overhead included. An encoding larger
-    // than a sixteenth of it, or than a quarter of a MiB, is not cached; 0
+    // Cap on the bytes of everything cached, keys and overhead included. An
+    // encoding is not cached if it is larger than a sixteenth of the cap, or
+    // larger than both a thirty-second of the cap and a quarter of a MiB; 0
     // caches nothing.
     int64_t cap_bytes = int64_t{256} << 20;
     // After this the inner store is asked again.
@@ -152,7 +153,7 @@ class CachingEncodingStore : public EncodingStore {
   // is none.
   Entry* Touch(Shard& shard, const EncodingKey& key)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(shard.mutex);
-  // Whether the entry may be answered without asking.
+  // True if the entry may be answered without asking.
   bool IsFresh(Entry& entry, absl::Duration now)
       ABSL_LOCKS_EXCLUDED(version_mutex_);
   // The inner store's version, not older than max_age.

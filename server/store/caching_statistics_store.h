@@ -68,8 +68,8 @@ class CachingStatisticsStore : public StatisticsStore {
   int64_t resident_bytes() const ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  // What was read of a tensor while it had the contributions of the
-  // fingerprint.
+  // Statistics and moments that were read of a tensor while it had the
+  // contributions of the fingerprint.
   struct Merged {
     uint64_t fingerprint = 0;
     // Without moments; null unless they were read.
@@ -85,8 +85,9 @@ class CachingStatisticsStore : public StatisticsStore {
 
   static int64_t CostBytes(const EncodingKey& key, const Merged& merged);
 
-  // What is cached of the tensor, if it has both parts that are asked for and
-  // the inner store still has the same contributions; otherwise nothing.
+  // Returns what is cached of the tensor, if it has both parts that are asked
+  // for and the inner store still has the same contributions; otherwise
+  // nothing.
   // Errors: those of Fingerprint.
   absl::StatusOr<Merged> Find(const EncodingKey& key, bool with_statistics,
                               bool with_moments) ABSL_LOCKS_EXCLUDED(mutex_);

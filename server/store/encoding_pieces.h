@@ -52,8 +52,8 @@ absl::StatusOr<bool> ReadPiece(
 absl::Status LoseContent(SqlConnection& connection, int64_t content_id,
                          absl::string_view what);
 
-// Which pieces an encoding has, in the order in which they are read: outer
-// scales first.
+// The pieces of an encoding, in the order in which they are read: outer scales
+// first.
 class PieceSequence {
  public:
   PieceSequence(const PieceLayout& layout, int64_t scale_count,

@@ -1,4 +1,4 @@
-// Where encodings are kept.
+// The store of encodings, as callers see it.
 
 #ifndef QUANTD_SERVER_STORE_ENCODING_STORE_H_
 #define QUANTD_SERVER_STORE_ENCODING_STORE_H_
@@ -20,17 +20,18 @@
 
 namespace quantd::server {
 
-// What a scope may hold: all models ("models:*"), those of a prefix
-// ("models:acme/"), or what a caller wrote last ("principal:acme-train").
+// Limit on what a scope may hold. A scope is all models ("models:*"), those of
+// a prefix ("models:acme/"), or what a caller wrote last
+// ("principal:acme-train").
 struct Quota {
   std::string scope;
-  // Of names of models and tensors and of contents, of encodings and of
-  // statistics of one source.
+  // Bytes are those of names of models and tensors and of contents. Rows are
+  // encodings, and statistics of one source each.
   int64_t max_bytes = std::numeric_limits<int64_t>::max();
   int64_t max_rows = std::numeric_limits<int64_t>::max();
 };
 
-// What a scope holds.
+// Bytes and rows that a scope holds; see Quota.
 struct Usage {
   int64_t bytes = 0;
   int64_t rows = 0;
@@ -40,8 +41,8 @@ struct Usage {
 struct WriteAccount {
   // Empty for nobody in particular.
   std::string principal;
-  // That the write has to keep to, by scope, bytewise. One that makes a scope
-  // neither larger nor longer is let through.
+  // Quotas that the write has to keep to, by scope, bytewise. A write that
+  // makes a scope neither larger nor longer is let through.
   std::vector<Quota> quotas;
 };
 
@@ -55,20 +56,20 @@ struct StoredEncoding {
   // published; never comes back for a key.
   int64_t generation = 0;
   absl::Time update_time;
-  // What made it: a serialized v1::EncodingProvenance; empty where that is not
-  // known, and in lists.
+  // Origin of the encoding: a serialized v1::EncodingProvenance; empty where
+  // that is not known, and in lists.
   std::string provenance{};
 };
 
-// What a put or delete requires of what is there, and is said of a put.
+// Requirements of a put or delete on what is there, and facts about a put.
 struct Precondition {
-  // Empty: nothing. "absent": no encoding. Otherwise: this etag.
+  // Required etag. Empty: none is required. "absent": no encoding is there.
   std::string if_match;
-  // Of a put.
+  // Account that a put is counted for.
   WriteAccount account{};
-  // Of a put: StoredEncoding::provenance.
+  // StoredEncoding::provenance of a put.
   std::string provenance{};
-  // Of a delete: the encoding was neither put nor published after this.
+  // For a delete: the encoding was neither put nor published after this.
   absl::Time not_updated_after = absl::InfiniteFuture();
 };
 
@@ -101,7 +102,7 @@ struct ModelListEntry {
 };
 
 struct RevisionListEntry {
-  // The same.
+  // `revision` and `error` are as `model` and `error` of ModelListEntry.
   std::string revision;
   absl::Status error{};
   int64_t encoding_count = 0;
@@ -114,7 +115,7 @@ struct ScalePiece {
   // Index of the first scale here.
   int64_t first = 0;
   std::string scale;
-  // As many as scales, or none.
+  // Zero points: as many as scales, or none.
   std::string zero_point;
   // Index of the first outer scale here.
   int64_t first_outer = 0;
@@ -154,7 +155,7 @@ class EncodingWriter {
   virtual absl::StatusOr<StoredEncoding> Finish() = 0;
 };
 
-// What publishing did.
+// Counts of what publishing did.
 struct PublishedRevision {
   // Encodings that the revision has now, and those that it had before and does
   // not have any more.
@@ -162,7 +163,8 @@ struct PublishedRevision {
   int64_t replaced_count = 0;
 };
 
-// What deleting a revision or a model did; statistics of a source each.
+// Counts of what deleting a revision or a model did; statistics of a source
+// each.
 struct DeletedRows {
   int64_t encoding_count = 0;
   int64_t statistics_count = 0;
@@ -182,12 +184,13 @@ class EncodingStore {
   virtual absl::StatusOr<StoredEncoding> Read(
       const EncodingKey& key,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) = 0;
-  // The same, whatever it takes.
+  // Reads like Read, whatever memory the encoding takes.
   absl::StatusOr<StoredEncoding> Get(const EncodingKey& key) {
     return Read(key, [](int64_t /*memory*/) { return absl::OkStatus(); });
   }
 
-  // What Read would answer without waiting, if there is anything. Never blocks.
+  // Returns the encoding that Read would answer without waiting, if there is
+  // one. Never blocks.
   virtual absl::optional<StoredEncoding> Cached(const EncodingKey& key) {
     return absl::nullopt;
   }
@@ -204,7 +207,7 @@ class EncodingStore {
   virtual absl::Status Delete(const EncodingKey& key,
                               const Precondition& precondition) = 0;
 
-  // An encoding of any size, a piece at a time.
+  // Opens an encoding of any size, which is read a piece at a time.
   // Errors: ENCODING_NOT_FOUND.
   virtual absl::StatusOr<std::unique_ptr<EncodingReader>> OpenReader(
       const EncodingKey& key) = 0;
@@ -230,7 +233,7 @@ class EncodingStore {
   // Errors: REVISION_NOT_FOUND.
   virtual absl::StatusOr<DeletedRows> DeleteRevision(
       absl::string_view model, absl::string_view revision) = 0;
-  // The same with all revisions.
+  // Deletes all revisions of the model, like DeleteRevision.
   // Errors: MODEL_NOT_FOUND.
   virtual absl::StatusOr<DeletedRows> DeleteModel(absl::string_view model) = 0;
 
@@ -253,7 +256,7 @@ class EncodingStore {
   // cannot be told now. Takes microseconds.
   virtual absl::optional<int64_t> ForeignVersion() { return absl::nullopt; }
 
-  // Whether the store answers now; for /readyz.
+  // OK if the store answers now; for /readyz.
   virtual absl::Status Ping() = 0;
 };
 

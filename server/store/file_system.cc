@@ -38,7 +38,7 @@ absl::Status SyncDirectory(const std::string& path) {
   return absl::OkStatus();
 }
 
-// Of a file or folder; "." where its path names none.
+// Directory of a file or folder; "." where its path names none.
 std::string DirectoryOf(const std::string& path) {
   const std::string directory =
       std::filesystem::path(path).parent_path().string();

@@ -1,4 +1,4 @@
-// What kind of file system a store would sit on.
+// The file system that a store sits on: its kind, directories and files.
 
 #ifndef QUANTD_SERVER_STORE_FILE_SYSTEM_H_
 #define QUANTD_SERVER_STORE_FILE_SYSTEM_H_

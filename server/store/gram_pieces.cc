@@ -149,7 +149,7 @@ absl::Status GramAssembler::Corrupt(absl::string_view what) const {
 }
 
 int64_t WriteGramBytes(const core::GramState::Parts* part) {
-  // Of a piece: as it is read, as numbers, and as it is written.
+  // Bytes of a piece: as it is read, as numbers, and as it is written.
   constexpr int64_t kPieces =
       4 * kSumsPerPiece * static_cast<int64_t>(sizeof(int64_t));
   return kPieces +

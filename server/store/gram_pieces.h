@@ -29,12 +29,13 @@ constexpr int64_t kFirstGramPiece = int64_t{1} << 40;
 // Sums of a piece, but of the last.
 constexpr int64_t kSumsPerPiece = int64_t{1} << 17;
 
-// Whether so many are written in several transactions.
+// True if so many sums are written in several transactions.
 constexpr bool TakesSteps(int64_t sum_count) {
   return sum_count > kPiecesPerTransaction * kSumsPerPiece;
 }
 
-// What writing one holds, with `part`, which is null if there is none.
+// Bytes of memory that writing a matrix holds, with `part`, which is null if
+// there is none.
 int64_t WriteGramBytes(const core::GramState::Parts* part);
 
 // Reads the pieces of one source, in order. Not thread-safe.
@@ -62,7 +63,8 @@ class GramAssembler {
 
   const SourceVersion version_;
   core::GramState::Parts head_;
-  // Of the pieces behind the head, as it says and as they are.
+  // Checksum over the pieces behind the head: as the head says, and as they
+  // are.
   uint64_t expected_checksum_ = 0;
   RowChecksum checksum_;
   int64_t sum_count_ = 0;
@@ -71,7 +73,7 @@ class GramAssembler {
   int64_t next_ = 0;
 };
 
-// Whether Gram matrices with these heads may be added.
+// Checks that Gram matrices with these heads may be added.
 // Errors: STATISTICS_MISMATCH.
 absl::Status CheckGramHeads(const core::GramState::Parts& whole,
                             const core::GramState::Parts& part);
@@ -79,13 +81,13 @@ absl::Status CheckGramHeads(const core::GramState::Parts& whole,
 void AddGramHead(const core::GramState::Parts& part,
                  core::GramState::Parts* whole);
 
-// What GramWriter did.
+// Result of GramWriter.
 struct WrittenGram {
-  // That it takes in the store.
+  // Bytes that the matrix takes in the store.
   int64_t size_bytes = 0;
   // Behind its last piece.
   int64_t end_piece = kFirstGramPiece;
-  // Of the first piece now and before, where there is one.
+  // Checksums of the first piece now and before, where there is one.
   absl::optional<uint64_t> checksum;
   absl::optional<uint64_t> checksum_before;
 };
@@ -97,7 +99,7 @@ struct WrittenGram {
 // Errors of every call: STORE_UNAVAILABLE, STORE_CORRUPT.
 class GramWriter {
  public:
-  // Which outlives the writer.
+  // `part` outlives the writer.
   explicit GramWriter(const core::GramState::Parts* part) : part_(part) {}
 
   // First. `before` is what the source has, if it has something.
@@ -107,14 +109,14 @@ class GramWriter {
                      const SourceVersion& now);
   bool has_begun() const { return now_.has_value(); }
 
-  // Whether more is left than a transaction should write.
+  // True if more is left than a transaction should write.
   bool has_steps() const;
   // Then, while it has steps: writes the next pieces, and marks them.
   // Errors: STATISTICS_MISMATCH where the sums become too large.
   absl::Status Step(SqlConnection* connection);
-  // Whether a step was taken.
+  // True if a step was taken.
   bool is_staged() const { return staged_count_ > 0; }
-  // Of what was written.
+  // Bytes of what was written.
   int64_t size_bytes() const { return written_.size_bytes; }
 
   // Last: writes what is left, in the transaction of the row.
@@ -122,7 +124,7 @@ class GramWriter {
   // the same sequence has changed what the steps wrote.
   absl::StatusOr<WrittenGram> Finish(SqlConnection* connection);
 
-  // That will be written, without sums.
+  // Head of the matrix that will be written, without sums.
   const core::GramState::Parts& head() const { return head_; }
 
  private:
@@ -132,7 +134,7 @@ class GramWriter {
   const core::GramState::Parts* const part_;
   absl::optional<SourceVersion> before_;
   absl::optional<SourceVersion> now_;
-  // Of what the source had; none where that is nothing.
+  // Reader of the matrix that the source had; none if it had none.
   absl::optional<GramAssembler> read_;
   core::GramState::Parts head_;
   WrittenGram written_;

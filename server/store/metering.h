@@ -13,8 +13,8 @@
 
 namespace quantd::server {
 
-// What the store found, or that nobody waits for it any more, rather than a
-// failure of the store.
+// True for a status that tells what the store found, or that nobody waits for
+// it any more, rather than a failure of the store.
 inline bool IsAnswer(const absl::Status& status) {
   return status.ok() || absl::IsNotFound(status) ||
          absl::IsInvalidArgument(status) ||
@@ -44,7 +44,7 @@ auto Measure(Metrics* metrics, StoreOperation operation, Call call) {
   auto result = call();
   if (!IsAnswer(result)) LogStoreError(StatusOf(result));
   metrics->StoreDone(operation, IsAnswer(result), core::SteadyNow() - start);
-  // What was found may have kept it from writing.
+  // An answer other than OK may have kept the operation from writing.
   if (IsWrite(operation) && (result.ok() || !IsAnswer(result))) {
     metrics->StoreWritten(StatusOf(result));
   }

@@ -104,7 +104,7 @@ absl::StatusOr<WrittenMoments> WriteMoments(
       absl::Status status =
           CheckMomentsPiece(*before, *written.checksum_before, bytes, *part);
       if (!status.ok()) return status;
-      // That is charged already.
+      // Memory for the moments is charged already.
       absl::StatusOr<core::AxisMoments> whole =
           ReadMomentsPiece(*before, *written.checksum_before, bytes,
                            [](int64_t /*memory*/) { return absl::OkStatus(); });

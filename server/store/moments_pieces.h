@@ -23,8 +23,8 @@ namespace quantd::server {
 // Number of the piece.
 constexpr int64_t kMomentsPiece = int64_t{1} << 39;
 
-// What reading or merging moments of so many features holds at most: those of
-// a source, those that are merged, and their message.
+// Most bytes that reading or merging moments of so many features holds: those
+// of a source, those that are merged, and their message.
 int64_t MergeMomentsBytes(int64_t feature_count);
 
 // The moments of a piece.
@@ -34,18 +34,18 @@ absl::StatusOr<core::AxisMoments> ReadMomentsPiece(
     const SourceVersion& version, uint64_t checksum, absl::string_view bytes,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed);
 
-// Whether `part` goes with the moments of another source, of which `bytes` are
-// the piece.
+// Checks that `part` goes with the moments of another source, of which `bytes`
+// are the piece.
 // Errors: STATISTICS_MISMATCH, STORE_CORRUPT.
 absl::Status CheckMomentsPiece(const SourceVersion& version, uint64_t checksum,
                                absl::string_view bytes,
                                const core::AxisMoments& part);
 
-// What WriteMoments did.
+// Result of WriteMoments.
 struct WrittenMoments {
-  // That they take in the store.
+  // Bytes that the moments take in the store.
   int64_t size_bytes = 0;
-  // Of the piece now and before, where there is one.
+  // Checksums of the piece now and before, where there is one.
   absl::optional<uint64_t> checksum;
   absl::optional<uint64_t> checksum_before;
 

@@ -46,7 +46,8 @@ constexpr absl::Duration kSilence = absl::Milliseconds(500);
 constexpr absl::Duration kSchemaTimeout = absl::Minutes(1);
 // Parameters of the longest statement.
 constexpr int kMaxParameters = 18;
-// Of replicas that start at the same time one creates the schema.
+// Lock under which one of several replicas that start at the same time creates
+// the schema.
 constexpr char kLockSchema[] = "SELECT pg_advisory_xact_lock(8173829047)";
 
 constexpr char kPostgresqlBegin[] = "BEGIN ISOLATION LEVEL READ COMMITTED";
@@ -61,7 +62,7 @@ constexpr char kLockTensor[] =
 constexpr char kPostgresqlNextGeneration[] =
     "SELECT nextval('quantd_generations')";
 constexpr char kPostgresqlPing[] = "SELECT 1";
-// Of all tables with what belongs to them.
+// Size of all tables with what belongs to them.
 constexpr char kSize[] =
     "SELECT CAST(COALESCE(SUM(pg_total_relation_size(oid)), 0) AS BIGINT) "
     "FROM pg_class WHERE relkind = 'r' "
@@ -354,12 +355,12 @@ using PostgresqlHandle = std::unique_ptr<PGconn, FreePostgresqlConnection>;
 
 namespace {
 
-// What a name is locked by.
+// Number that a name is locked by.
 int64_t NameNumber(absl::string_view name) {
   return static_cast<int64_t>(XXH3_64bits(name.data(), name.size()));
 }
 
-// Of a model, which is no revision's.
+// Number of a model, which is no revision's.
 int64_t ModelNumber(absl::string_view model) {
   return NameNumber(absl::StrCat(model, "\n"));
 }
@@ -401,7 +402,8 @@ struct Host {
   std::string port;
 };
 
-// What libpq takes, host by host: each gets a time of its own.
+// Options of a connection that libpq takes, host by host: each gets a time of
+// its own.
 struct ConnectionPlan {
   // Without the hosts.
   std::vector<std::pair<std::string, std::string>> options;
@@ -492,7 +494,7 @@ class PostgresqlConnection final : public SqlConnection {
   absl::Status Run(const char* sql, std::string* tag = nullptr);
   // Commits; an aborted transaction's COMMIT succeeds as a ROLLBACK.
   absl::Status Commit();
-  // Where there is none yet, in a transaction.
+  // Creates the schema where there is none yet, in a transaction.
   // Errors: STORE_SCHEMA as well.
   absl::Status CreateSchema();
 
@@ -640,7 +642,7 @@ PostgresqlConnection::Open(const std::string& url, absl::Duration timeout,
     PostgresqlHandle handle(
         PQconnectStartParams(keywords.data(), values.data(), 0));
     if (handle == nullptr) return Unavailable(kWhat, "out of memory");
-    // As libpq has it: before the first poll, wait to write.
+    // libpq's rule: before the first poll, wait to write.
     PostgresPollingStatusType wants = PQstatus(handle.get()) == CONNECTION_BAD
                                           ? PGRES_POLLING_FAILED
                                           : PGRES_POLLING_WRITING;
@@ -806,7 +808,7 @@ absl::Status PostgresqlConnection::CreateSchema() {
 }
 
 bool PostgresqlConnection::IsAlive() {
-  // What may come unasked is a change of settings, or the end: first its
+  // A change of settings may come unasked, or the end of the session: first its
   // reason, then nothing more.
   for (int i = 0; i < 8; ++i) {
     if (Wait(PQsocket(handle()), POLLIN, absl::ZeroDuration()) == 0) {
@@ -945,7 +947,7 @@ class PostgresqlListener {
       absl::StatusOr<std::unique_ptr<PostgresqlConnection>> connection =
           PostgresqlConnection::Open(options_.url, options_.timeout, name_);
       if (connection.ok() && (*connection)->Run(kListen).ok()) {
-        // What was announced before was not heard.
+        // Announcements from before were not heard.
         Count(1, true);
         Listen(**connection);
         Count(0, false);

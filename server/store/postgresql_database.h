@@ -18,7 +18,7 @@
 
 namespace quantd::server {
 
-// Of the tables, in quantd_schema.
+// Version of the tables, in quantd_schema.
 constexpr int kPostgresqlSchemaVersion = 8;
 
 class PostgresqlConnection;
@@ -53,7 +53,7 @@ class PostgresqlDatabase : public SqlDatabase {
   // Hears of what others announce on a connection of its own; none while that
   // is down.
   absl::optional<int64_t> ForeignVersion() override;
-  // What is free is not known: the database takes it for what is written next.
+  // Free space is not known: the database takes it for what is written next.
   absl::StatusOr<DatabaseSize> Size() override;
   absl::Status Ping() override;
 

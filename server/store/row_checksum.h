@@ -26,7 +26,7 @@ class RowChecksum {
     XXH3_64bits_update(state_.get(), &size, sizeof(size));
     XXH3_64bits_update(state_.get(), piece.data(), piece.size());
   }
-  // Of what was added so far.
+  // Checksum of what was added so far.
   uint64_t Get() const { return XXH3_64bits_digest(state_.get()); }
 
   static uint64_t Of(std::initializer_list<absl::string_view> pieces) {

@@ -159,7 +159,7 @@ absl::StatusOr<absl::optional<RowSet>> SelectRowSet(SqlConnection& connection,
   return absl::optional<RowSet>({row->Int(0), 0, 0});
 }
 
-// Of a set in the order of lists.
+// Key of a set in the order of lists.
 using SetKey = std::tuple<std::string, std::string, int64_t>;
 
 std::string ShownRevision(const CountedRowSet& set) {
@@ -230,7 +230,8 @@ absl::StatusOr<bool> ReadCountedPage(SqlConnection& connection,
   }
 }
 
-// The same with the next set alone, whatever is damaged beside its key.
+// Reads the next set alone, like ReadCountedPage, whatever is damaged beside
+// its key.
 absl::StatusOr<bool> ReadNextCounted(SqlConnection& connection,
                                      const RowSetRange& range, SetKey* last,
                                      std::vector<CountedRowSet>* page) {

@@ -1,4 +1,4 @@
-// Which rows a revision has.
+// The sets of rows that revisions have.
 //
 // Rows of encodings and of statistics carry the id of a set, and a revision has
 // a set of each kind. Publishing gives a revision the set of another one, and
@@ -54,8 +54,8 @@ inline constexpr std::array kEncodingKinds = {RowKind::kEncodings,
 
 struct RowSet {
   int64_t id = 0;
-  // Of the last time that it was published; 0 if it never was. Rows that were
-  // put before count as put then.
+  // Generation and time of the last time that it was published; 0 if it never
+  // was. Rows that were put before count as put then.
   int64_t generation = 0;
   int64_t update_time_us = 0;
 };
@@ -72,13 +72,13 @@ absl::StatusOr<absl::optional<RowSet>> FindRowSet(SqlConnection& connection,
                                                   absl::string_view model,
                                                   absl::string_view revision,
                                                   RowKind kind);
-// The same of a revision that is to be deleted, even if its checksum fails. No
-// other revision has the set.
+// Finds the set of a revision that is to be deleted, even if its checksum
+// fails. No other revision has the set.
 absl::StatusOr<absl::optional<RowSet>> FindRowSetToDelete(
     SqlConnection& connection, absl::string_view model,
     absl::string_view revision, RowKind kind);
 
-// Whether there are rows in a set.
+// True if there are rows in a set.
 absl::StatusOr<bool> HasRows(SqlConnection& connection, int64_t set_id,
                              RowKind kind);
 
@@ -92,17 +92,17 @@ struct CountedRowSet {
   // what follows is empty then.
   absl::Status error;
   Usage usage;
-  // Of the newest row, or when it was published.
+  // Time of the newest row, or when the set was published.
   int64_t update_time_us = 0;
 };
 
-// Which sets to list.
+// Range of the sets to list.
 struct RowSetRange {
-  // The one that has them; empty for all models.
+  // The model that has them; empty for all models.
   absl::string_view model;
   // After this revision of the model, or this model of all.
   absl::string_view after;
-  // Of all models: before this one, unless that is empty.
+  // With all models: before this one, unless that is empty.
   absl::string_view before;
 };
 
@@ -125,7 +125,7 @@ absl::Status CheckRowSets(
     absl::FunctionRef<void(const absl::Status&)> damaged,
     absl::FunctionRef<absl::Status(const ListedRowSet&)> visit);
 
-// What follows is for a transaction that writes.
+// The functions that follow are for a transaction that writes.
 
 // An empty one where the revision has none.
 absl::StatusOr<RowSet> FindOrAddRowSet(SqlConnection& connection,
@@ -138,7 +138,7 @@ absl::Status AssignRowSet(SqlConnection& connection, absl::string_view model,
                           absl::string_view revision, RowKind kind,
                           const RowSet& set);
 
-// The same.
+// The revision is locked, see SqlConnection::LockRevisions.
 absl::Status UnassignRowSet(SqlConnection& connection, absl::string_view model,
                             absl::string_view revision, RowKind kind);
 
@@ -148,7 +148,7 @@ absl::Status LoseRowSet(SqlConnection& connection, int64_t set_id);
 // By principal and slot.
 using SlotUsage = std::map<std::pair<std::string, int64_t>, Usage>;
 
-// What a set has.
+// Counts of what a set has.
 absl::StatusOr<SlotUsage> ReadSetUsage(SqlConnection& connection,
                                        int64_t set_id);
 
@@ -167,8 +167,8 @@ void AddUsage(const SlotUsage& usage, int factor, SlotUsage* sum);
 // Number of rows.
 int64_t RowCount(const SlotUsage& usage);
 
-// Where what is written of that tensor is counted: writers of different tensors
-// rarely wait for each other.
+// Slot in which what is written of that tensor is counted: writers of different
+// tensors rarely wait for each other.
 int64_t SlotOf(absl::string_view tensor);
 
 // Bytes of the names that a row is charged for, beside its contents. Not of the

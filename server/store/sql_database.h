@@ -62,25 +62,27 @@ class SqlConnection {
   // Errors: STORE_UNAVAILABLE.
   virtual absl::Status LockTensor(const EncodingKey& key) = 0;
 
-  // The same for revisions of a model with all of their tensors: before any
-  // tensor's lock, and all at once, so that nobody waits in a circle.
+  // Locks revisions of a model with all of their tensors, like LockTensor:
+  // before any tensor's lock, and all at once, so that nobody waits in a
+  // circle.
   // Errors: STORE_UNAVAILABLE.
   virtual absl::Status LockRevisions(absl::string_view model,
                                      std::vector<std::string> revisions) = 0;
 
-  // The same for a model with all of its revisions, however many: before their
-  // locks.
+  // Locks a model with all of its revisions, however many, like LockTensor:
+  // before their locks.
   // Errors: STORE_UNAVAILABLE.
   virtual absl::Status LockModel(absl::string_view model) = 0;
 
-  // The same for one source of its statistics: before the tensor's lock.
+  // Locks one source of the tensor's statistics, like LockTensor: before the
+  // tensor's lock.
   // Errors: STORE_UNAVAILABLE.
   virtual absl::Status LockSource(const EncodingKey& key,
                                   absl::string_view source) = 0;
 
-  // The same for any other name, such as the scope of a quota. Comes after the
-  // locks of all tensors, and in order of name, so that nobody waits in a
-  // circle.
+  // Locks any other name, such as the scope of a quota, like LockTensor. Comes
+  // after the locks of all tensors, and in order of name, so that nobody waits
+  // in a circle.
   // Errors: STORE_UNAVAILABLE.
   virtual absl::Status LockName(absl::string_view name) = 0;
 
@@ -116,15 +118,15 @@ class SqlDatabase {
   virtual absl::Status Write(
       absl::FunctionRef<absl::Status(SqlConnection&)> body) = 0;
 
-  // The same for what is not urgent: fails rather than to wait for others who
-  // write, where one writes at a time.
+  // Runs `body` like Write, for what is not urgent: fails rather than to wait
+  // for others who write, where one writes at a time.
   virtual absl::Status WriteNow(
       absl::FunctionRef<absl::Status(SqlConnection&)> body) {
     return Write(body);
   }
 
-  // The same for what makes room in the end, such as deleting: on a full disk
-  // it uses what the database has reserved for that.
+  // Runs `body` like Write, for what makes room in the end, such as deleting:
+  // on a full disk it uses what the database has reserved for that.
   virtual absl::Status WriteToFree(
       absl::FunctionRef<absl::Status(SqlConnection&)> body) {
     return Write(body);
@@ -142,7 +144,7 @@ class SqlDatabase {
     return absl::OkStatus();
   }
 
-  // What it takes on disk.
+  // Size of the database on disk.
   virtual absl::StatusOr<DatabaseSize> Size() = 0;
 
   // Gives a few MiB that are free back to the file system; false where there is
@@ -150,7 +152,7 @@ class SqlDatabase {
   // to wait for others who write.
   virtual absl::StatusOr<bool> Shrink() { return false; }
 
-  // Whether the database answers now.
+  // OK if the database answers now.
   virtual absl::Status Ping() = 0;
 };
 

@@ -50,7 +50,7 @@ constexpr char kSelect[] =
     "WHERE model = $1 AND revision = $2 AND kind IN (0, 2)) AS sets "
     "LEFT JOIN encodings "
     "ON encodings.set_id = sets.set_id AND encodings.tensor = $3";
-// Of what is there before a put or a delete.
+// Reads what is there before a put or a delete.
 constexpr char kSelectPresent[] =
     "SELECT generation, checksum, update_time_us, principal, charged_bytes, "
     "set_id FROM encodings "
@@ -93,7 +93,7 @@ constexpr char kListEncodings[] = QUANTD_PAGE_OF_BOTH(QUANTD_PAGE);
 constexpr char kListEncodingNames[] = QUANTD_PAGE_OF_BOTH(QUANTD_PAGE);
 #undef QUANTD_PAGE
 #undef QUANTD_PAGE_OF_BOTH
-// The same of one set.
+// Lists like kListEncodingNames, of one set.
 constexpr char kListNamesOfSet[] =
     "SELECT tensor FROM encodings WHERE set_id = $1 AND tensor > $2 "
     "ORDER BY tensor LIMIT $3";
@@ -136,18 +136,18 @@ struct EncodingRowHead {
   int64_t update_time_us = 0;
   int64_t format = 0;
   int64_t scale_count = 0;
-  // Of names and contents.
+  // Bytes of names and contents.
   int64_t charged_bytes = 0;
-  // Of the content.
+  // Checksum of the content.
   uint64_t checksum = 0;
 };
 
-// What an encoding is.
+// Content of an encoding, as it is stored.
 struct Content {
   // v1::Encoding: whole, or with scales_in_chunks. With its provenance, as a
   // field that the message does not have.
   std::string body;
-  // Of the pieces with scales; 0 where the body is whole.
+  // Id of the pieces with scales; 0 where the body is whole.
   int64_t id = 0;
   int64_t bytes = 0;
 };
@@ -160,8 +160,8 @@ EncodingRowHead HeadOf(const SqlStatement& row, int generation) {
       row.Int(generation + 4), static_cast<uint64_t>(row.Int(generation + 5))};
 }
 
-// Of the content of that generation, wherever the row is; pieces have their
-// own.
+// Checksum of the content of that generation, wherever the row is; pieces have
+// their own.
 uint64_t ContentChecksum(int64_t generation, const Content& content) {
   const int64_t numbers[] = {generation, content.id, content.bytes};
   return RowChecksum::Of(
@@ -169,7 +169,7 @@ uint64_t ContentChecksum(int64_t generation, const Content& content) {
        content.body});
 }
 
-// Of a row without its content, so that lists need not read that.
+// Checksum of a row without its content, so that lists need not read that.
 uint64_t HeadChecksum(int64_t set_id, absl::string_view tensor,
                       const EncodingRowHead& head) {
   const int64_t numbers[] = {set_id,
@@ -217,7 +217,7 @@ absl::Status PutRow(SqlConnection& connection, const EncodingKey& key,
   if (absl::Status s = connection.LockTensor(key); !s.ok()) return s;
   const WriteAccount& account = precondition.account;
   ReplacedRow replaced;
-  // What is replaced stays in its set.
+  // Set of the row: a row that is replaced stays in its set.
   int64_t set_id = 0;
   {
     const std::unique_ptr<SqlStatement> row =
@@ -271,7 +271,8 @@ absl::Status PutRow(SqlConnection& connection, const EncodingKey& key,
   return status.ok() ? connection.Announce() : status;
 }
 
-// Of the provenance, in the message of a body; proto/ keeps it free.
+// Field number of the provenance in the message of a body; proto/ keeps it
+// free.
 constexpr int kProvenanceField = 1000;
 
 std::string BodyOf(v1::Encoding message, const std::string& provenance) {
@@ -314,7 +315,7 @@ struct ReadRow {
   RowSet set;
   EncodingRowHead head;
   Content content;
-  // Of the body.
+  // Message of the body.
   v1::Encoding message;
 };
 
@@ -386,7 +387,7 @@ class EncodingPieceReader {
 
   const core::Encoding& outline() const { return outline_; }
   bool has_zero_points() const { return has_zero_points_; }
-  // What the encoding takes in memory.
+  // Bytes that the encoding takes in memory.
   int64_t memory_bytes() const { return memory_bytes_; }
   bool at_end() const { return sequence_.at_end(); }
 
@@ -717,7 +718,7 @@ absl::StatusOr<bool> HasEncodings(SqlConnection& connection,
 // Errors of every call: STORE_CORRUPT, STORE_UNAVAILABLE.
 class RevisionPublisher {
  public:
-  // What is named outlives this.
+  // The names outlive this.
   RevisionPublisher(absl::string_view model, absl::string_view source,
                     absl::string_view target, bool keep_others)
       : model_(model),
@@ -821,7 +822,8 @@ class RevisionPublisher {
       after_.clear();
     }
     next_ = 0;
-    // What was written meanwhile is found from the start on, and moves at once.
+    // Rows that were written meanwhile are found from the start on, and move at
+    // once.
     is_last_ = !from_start;
     return from_start;
   }
@@ -940,7 +942,7 @@ class RevisionPublisher {
   const absl::string_view source_;
   const absl::string_view target_;
   const bool keep_others_;
-  // Which of the target's two sets is to have the rows that stay.
+  // Index of the target's set that is to have the rows that stay.
   size_t kept_ = 0;
   EncodingSets from_;
   EncodingSets to_;
@@ -1294,7 +1296,7 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
   const auto checked = [&]() -> absl::StatusOr<decltype(entries)> {
     const auto check = [&](SqlConnection& connection) -> absl::Status {
       for (const RowKind kind : kEncodingKinds) {
-        // Those of the first set tell of it.
+        // Entries of the first set tell if the set is damaged.
         if (kind == RowKind::kEncodings && !entries.empty()) continue;
         absl::Status status =
             FindRowSet(connection, model, revision, kind).status();
@@ -1328,7 +1330,7 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
       entry.stored.provenance.clear();
     } else if (absl::IsDataLoss(stored.status()) ||
                absl::IsNotFound(stored.status())) {
-      // Where it was deleted in between, the entry says so.
+      // The entry says so where the encoding was deleted in between.
       entry.error = stored.status();
     } else {
       return stored.status();

@@ -36,7 +36,7 @@
 namespace quantd::server {
 namespace {
 
-// What ReadHead reads.
+// Columns that ReadHead reads.
 #define QUANTD_ROW_COLUMNS                                               \
   "statistics.source, statistics.sequence, update_time_us, size_bytes, " \
   "mantissa_bits, block_size, shape, body_checksum, "                    \
@@ -67,7 +67,7 @@ constexpr char kSelectHead[] =
                    piece) ") FROM statistics " QUANTD_OF_SOURCE;
 constexpr char kSelectBody[] =
     "SELECT averages, body FROM statistics " QUANTD_OF_SOURCE;
-// Of a tensor.
+// Reads the sources of a tensor.
 constexpr char kSelectSources[] =
     "SELECT source, incarnation FROM statistics "
     "WHERE set_id = " QUANTD_STATISTICS_SET " AND tensor = $3 ORDER BY source";
@@ -115,7 +115,7 @@ constexpr char kSelectGram[] =
     "WHERE statistics.set_id = " QUANTD_STATISTICS_SET " "
     "AND statistics.tensor = $3 AND statistics.source = $4 "
     "ORDER BY pieces.piece";
-// The same of its moments.
+// Reads the moments of a source, like kSelectGram its Gram matrix.
 constexpr char kSelectMoments[] =
     "SELECT " QUANTD_ROW_COLUMNS
     ", COALESCE(pieces.piece, -1), pieces.checksum, pieces.bytes "
@@ -139,7 +139,7 @@ constexpr char kSelectOtherPieces[] =
     " "
     "AND pieces.tensor = $3 AND pieces.source <> $4 "
     "AND pieces.piece = $5";
-// Of each source of a tensor.
+// Reads the checksum of each source of a tensor.
 constexpr char kSelectFingerprint[] =
     "SELECT checksum FROM statistics "
     "WHERE set_id = " QUANTD_STATISTICS_SET " AND tensor = $3 ORDER BY source";
@@ -230,16 +230,17 @@ struct StatisticsRowHead {
   std::string source;
   int64_t sequence = 0;
   int64_t update_time_us = 0;
-  // Of averages, body and pieces.
+  // Bytes of averages, body and pieces.
   int64_t size_bytes = 0;
   int64_t mantissa_bits = 0;
   std::vector<int64_t> block_size;
   std::vector<int64_t> shape;
-  // Of averages, body and pieces.
+  // Checksum of averages, body and pieces.
   uint64_t body_checksum = 0;
-  // The same for all contributions; another one once the source was deleted.
+  // Number that is the same for all contributions; another one once the source
+  // was deleted.
   int64_t incarnation = 0;
-  // Of the row: over all of these.
+  // Checksum of the row: over all of these.
   uint64_t checksum = 0;
 };
 
@@ -305,7 +306,7 @@ absl::StatusOr<StatisticsRowHead> ReadHead(const EncodingKey& key,
   return head;
 }
 
-// What a source has contributed, as it is read row by row.
+// Contributions of a source, as they are read row by row.
 class SourceReader {
  public:
   SourceReader(const EncodingKey& key, StatisticsRowHead head)
@@ -376,8 +377,8 @@ class SourceReader {
   v1::StatisticsState message_;
 };
 
-// Of the checksums of all rows of a tensor, in order of source, which tell
-// contributions apart. Not thread-safe.
+// Fingerprint of the checksums of all rows of a tensor, in order of source,
+// which tell contributions apart. Not thread-safe.
 class SourcesFingerprint {
  public:
   void Add(uint64_t row_checksum) {
@@ -426,7 +427,7 @@ void MoveAverages(absl::Span<const core::Extremes> part, double constant,
   }
 }
 
-// What CheckMergeable looks at, from the columns of a row.
+// Parts of a state that CheckMergeable looks at, from the columns of a row.
 core::StatisticsState Outline(const StatisticsRowHead& head,
                               const core::ElementCounts& counts) {
   core::StatisticsState outline;
@@ -437,9 +438,9 @@ core::StatisticsState Outline(const StatisticsRowHead& head,
   return outline;
 }
 
-// What merging holds beside `part`: the outlines of all, a piece that is read,
-// one that is written, and the histogram between them. A serialized bin of few
-// bytes takes dozens as a message.
+// Bytes of memory that merging holds beside `part`: the outlines of all, a
+// piece that is read, one that is written, and the histogram between them. A
+// serialized bin of few bytes takes dozens as a message.
 // `stored_bytes`  of the row's body and its largest piece.
 int64_t MergeMemoryBytes(const core::TensorStatistics& part,
                          int64_t stored_bytes) {
@@ -475,7 +476,7 @@ absl::Status AddStoredGramHead(const EncodingKey& key, absl::string_view source,
   return absl::OkStatus();
 }
 
-// The same of the piece that has it.
+// Adds the head from the piece that has it, like AddStoredGramHead.
 // Errors: STORE_CORRUPT.
 absl::Status AddGramHeadPiece(const SourceVersion& version, uint64_t checksum,
                               absl::string_view bytes,
@@ -510,7 +511,7 @@ absl::Status AddMomentsPiece(
   return absl::OkStatus();
 }
 
-// What all sources but `but_source` have of a Gram matrix, without sums.
+// Reads the Gram matrix over all sources but `but_source`, without sums.
 // Errors: STORE_CORRUPT, STORE_UNAVAILABLE.
 absl::StatusOr<absl::optional<core::GramState::Parts>> ReadGramHeads(
     SqlConnection& connection, const EncodingKey& key,
@@ -545,11 +546,11 @@ struct Attempt {
 
   const core::GramState::Parts* const gram;
   GramWriter writer;
-  // Where it began: where pieces are written, and the checksum of the row that
-  // was there, if any.
+  // State in which it began: the set in which pieces are written, and the
+  // checksum of the row that was there, if any.
   int64_t set_id = 0;
   absl::optional<uint64_t> row_checksum;
-  // What the steps have counted, see staged_contents.h; 0 for nothing.
+  // Id of what the steps have counted, see staged_contents.h; 0 for nothing.
   int64_t staged_id = 0;
   // Nothing is left to write.
   bool is_done = false;
@@ -591,14 +592,14 @@ class Merger {
            (had_gram_ || attempt_.gram != nullptr
                 ? WriteGramBytes(attempt_.gram)
                 : 0) +
-           // As it is read and as it is written.
+           // Moments as they are read and as they are written.
            2 * moments_bytes_before_ +
            (moments() != nullptr
                 ? MergeMomentsBytes(moments()->moments.feature_count())
                 : 0);
   }
 
-  // Whether the contribution may take several transactions.
+  // True if the contribution may take several transactions.
   bool may_take_steps() const {
     return part_.gram.has_value() ? TakesSteps(part_.gram->sum_count())
                                   : had_gram_;
@@ -699,7 +700,7 @@ class Merger {
 
   static constexpr absl::string_view kWhat = "cannot contribute statistics";
 
-  // Whether the row that was read is there, or none still, in the same set.
+  // True if the row that was read is there, or none still, in the same set.
   absl::StatusOr<bool> IsUnchanged() {
     const absl::StatusOr<absl::optional<RowSet>> set =
         FindRowSet(connection_, key_.tensor.model, key_.tensor.revision,
@@ -774,13 +775,13 @@ class Merger {
             part_.statistics.WithoutHistograms()};
   }
 
-  // What the source's row will have, beside what its pieces have.
+  // Contents of the source's row, beside what its pieces have.
   struct Content {
     std::vector<int64_t> shape;
     std::string averages;
     std::string body;
-    // What the source had, if it had anything: how many elements, and the
-    // checksum over as much of it as was read.
+    // Elements that the source had, if it had anything, and the checksum over
+    // as much of it as was read.
     uint64_t count_before = 0;
     absl::optional<BodyChecksum> checksum_before;
   };
@@ -1004,7 +1005,7 @@ class Merger {
       row->BindInt(18, head.incarnation);
       if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
     }
-    // As long as it takes to write them, it takes to free the sums before.
+    // Freeing the earlier sums takes as long as it takes to write them.
     const int64_t others_end = attempt_.writer.is_staged()
                                    ? kFirstGramPiece + 1
                                    : std::numeric_limits<int64_t>::max();
@@ -1020,15 +1021,15 @@ class Merger {
   const core::StatisticsState& part_;
   Attempt& attempt_;
   const double averaging_constant_;
-  // Where pieces are written.
+  // Set in which pieces are written.
   int64_t set_id_ = 0;
   // The row that is there, if any, and what it and its largest piece take.
   absl::optional<StatisticsRowHead> before_;
   int64_t stored_bytes_ = 0;
   bool had_gram_ = false;
   int64_t moments_bytes_before_ = 0;
-  // What moments and Gram matrix take that were written, and behind the last
-  // piece of each.
+  // Bytes of the moments and the Gram matrix that were written, and the number
+  // behind the last piece of each.
   int64_t feature_bytes_ = 0;
   int64_t moments_end_ = kMomentsPiece;
   int64_t gram_end_ = kFirstGramPiece;
@@ -1045,7 +1046,7 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
     double averaging_constant,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   ContributionOutcome outcome{key.sequence, false};
-  // Whether `merger` finds that it is counted already.
+  // True if `merger` finds that the contribution is counted already.
   const auto is_duplicate = [&](Merger& merger) -> absl::StatusOr<bool> {
     absl::StatusOr<absl::optional<int64_t>> counted = merger.ReadBefore();
     if (!counted.ok()) return counted.status();
@@ -1121,7 +1122,8 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
     }
   } while (status == overtaken);
   if (!status.ok()) {
-    // What was refused leaves no set behind that nobody is charged for.
+    // A contribution that was refused leaves no set behind that nobody is
+    // charged for.
     UnassignEmptyRowSet(*database_, key.tensor.model, key.tensor.revision,
                         RowKind::kStatistics);
     return status;

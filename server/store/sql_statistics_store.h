@@ -63,7 +63,7 @@ class SqlStatisticsStore : public StatisticsStore {
       absl::FunctionRef<void(const absl::Status&)> damaged);
 
  private:
-  // What tells the row of a source that was read from others.
+  // Facts that tell the row of a source that was read from others.
   struct SourceRow {
     int64_t incarnation;
     uint64_t checksum;
@@ -81,7 +81,7 @@ class SqlStatisticsStore : public StatisticsStore {
       absl::FunctionRef<absl::StatusOr<absl::optional<SourceRow>>(
           SqlConnection&, const std::string& source)>
           read);
-  // Of all sources, or unless that is empty of the only one.
+  // Reads the statistics of all sources, or of `only` unless that is empty.
   absl::StatusOr<StoredStatistics> ReadSources(
       const EncodingKey& key, absl::string_view only, bool with_moments,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed);
@@ -97,7 +97,8 @@ class SqlStatisticsStore : public StatisticsStore {
   void FreeStaged(const ContributionKey& key, int64_t set_id,
                   int64_t staged_id);
 
-  // Of all sources, or unless it is empty of one; `check` may refuse it.
+  // Deletes the statistics of all sources, or of `source` unless that is empty;
+  // `check` may refuse it.
   absl::Status Delete(const EncodingKey& key, absl::string_view source,
                       absl::FunctionRef<absl::Status(SqlConnection&)> check);
 

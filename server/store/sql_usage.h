@@ -1,4 +1,4 @@
-// What the store holds of whom, and quotas on that.
+// Counts of what the store holds of whom, and quotas on that.
 
 #ifndef QUANTD_SERVER_STORE_SQL_USAGE_H_
 #define QUANTD_SERVER_STORE_SQL_USAGE_H_
@@ -14,7 +14,7 @@
 
 namespace quantd::server {
 
-// What a scope holds, exactly: triggers count in the transaction of every
+// Reads what a scope holds, exactly: triggers count in the transaction of every
 // change. Takes the same time however much that is.
 // Errors: STORE_UNAVAILABLE, STORE_CORRUPT.
 absl::StatusOr<Usage> ReadUsage(SqlConnection& connection,

@@ -29,7 +29,7 @@
 namespace quantd::server {
 namespace {
 
-// As many as threads read; see quantd_server.cc.
+// Connections that read: as many as threads read; see quantd_server.cc.
 constexpr int kReaderCount = 8;
 constexpr int kBusyTimeoutMs = 5000;
 constexpr int kApplicationId = 0x716e7464;  // "qntd"
@@ -41,7 +41,7 @@ constexpr char kDataVersion[] = "PRAGMA data_version";
 constexpr char kCheck[] = "PRAGMA integrity_check";
 constexpr char kSqliteNextGeneration[] =
     "UPDATE generations SET last = last + 1 WHERE id = 0 RETURNING last";
-// Of a file that has no tables yet.
+// Setting for a file that has no tables yet.
 constexpr char kAutoVacuum[] = "PRAGMA auto_vacuum = INCREMENTAL";
 constexpr char kCheckpoint[] = "PRAGMA wal_checkpoint(TRUNCATE)";
 constexpr char kPageCount[] = "PRAGMA page_count";
@@ -49,14 +49,14 @@ constexpr char kPageSize[] = "PRAGMA page_size";
 constexpr char kFreePages[] = "PRAGMA freelist_count";
 // Pages that a step of Shrink gives back.
 constexpr char kVacuum[] = "PRAGMA incremental_vacuum(1024)";
-// What PRAGMA auto_vacuum answers.
+// Answer of PRAGMA auto_vacuum for INCREMENTAL.
 constexpr int64_t kIncremental = 2;
 // Not before more pages than that, or than this part of all, are free; then
 // until none is.
 constexpr int64_t kKeptFreePages = 256;
 constexpr int64_t kKeptFreePart = 32;
-// What deleting and a step of Shrink take of the disk, with what the log holds
-// before that.
+// Bytes of the disk that deleting and a step of Shrink take, with what the log
+// holds before that.
 constexpr int64_t kReservedBytes = int64_t{32} << 20;
 // In the status of what failed because the disk is full.
 constexpr char kDiskFull[] = "quantd/disk_full";
@@ -679,7 +679,7 @@ absl::Status SqliteDatabase::Transact(
 
 absl::Status SqliteDatabase::WriteLocked(
     absl::FunctionRef<absl::Status(SqlConnection&)> body) {
-  // What is left is for deleting.
+  // Space that is left is for deleting.
   if (!RestoreReserve()) return DiskFullError("cannot use the store", "");
   return Transact(body);
 }
@@ -769,7 +769,7 @@ absl::StatusOr<bool> SqliteDatabase::Shrink() {
     write_mutex_.AssertHeld();
     is_more = ShrinkLocked();
     if (UseReserve(is_more.status())) is_more = ShrinkLocked();
-    // Where there is nothing more to free.
+    // The reserve comes back where there is nothing more to free.
     if (is_more.ok() && !*is_more) RestoreReserve();
     return is_more.status();
   });
@@ -790,8 +790,8 @@ absl::StatusOr<bool> SqliteDatabase::ShrinkLocked() {
                   (is_shrinking_ || *free_pages > kept);
   if (!is_shrinking_) return false;
   absl::Status status = writer_->Execute(kVacuum, kWhat);
-  // What the log has goes into the file, which ends earlier then. Readers of
-  // the moment may keep that from happening; the next time is as good.
+  // The log goes into the file, which ends earlier then. Readers of the moment
+  // may keep that from happening; the next time is as good.
   if (status.ok()) status = writer_->Execute(kCheckpoint, kWhat);
   if (!status.ok()) return status;
   return true;

@@ -25,7 +25,7 @@
 
 namespace quantd::server {
 
-// Of the tables, in PRAGMA user_version.
+// Version of the tables, in PRAGMA user_version.
 constexpr int kSqliteSchemaVersion = 9;
 
 // One SQLite handle with its prepared statements. Not thread-safe.
@@ -75,7 +75,7 @@ class SqliteConnection : public SqlConnection {
   // Set a connection that writes up.
   absl::Status UseAutoVacuum();
   absl::Status UseWal();
-  // Where there are no tables yet.
+  // Creates the tables where there are none yet.
   // Errors: STORE_SCHEMA as well.
   absl::Status CreateSchema();
 
@@ -155,7 +155,7 @@ class SqliteDatabase : public SqlDatabase {
       ABSL_PT_GUARDED_BY(write_mutex_);
   bool is_shrinking_ ABSL_GUARDED_BY(write_mutex_) = false;
   const std::string reserve_path_;
-  // Whether the reserved file is there, and was taken away.
+  // Two states of the reserved file: it is there, and it was taken away.
   bool has_reserve_ ABSL_GUARDED_BY(write_mutex_) = false;
   bool reserve_is_used_ ABSL_GUARDED_BY(write_mutex_) = false;
 

@@ -52,7 +52,7 @@ absl::Status StageContent(SqlConnection& connection, const EncodingKey& key,
     absl::Status status = CheckStaged(row->Step(kStageWhat));
     if (!status.ok()) return status;
   }
-  // Of bytes alone: the row comes later.
+  // Checks quotas of bytes alone: the row comes later.
   return CheckQuotas(connection, account, {true, account.principal, 0}, bytes);
 }
 

@@ -1,4 +1,5 @@
-// What is being written in several transactions, before the row that has it.
+// A content that is being written in several transactions, before the row that
+// has it.
 //
 // Its bytes count for whoever writes. A writer that is not heard of any more
 // has lost it: StoreKeeper takes it off the counts, and frees what it has of

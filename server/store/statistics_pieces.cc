@@ -218,7 +218,7 @@ absl::Status PieceWriter::Add(const core::Histogram& histogram) {
 
 absl::Status PieceWriter::WriteHistograms() {
   const std::string bytes = piece_.SerializeAsString();
-  // What a large one took is not kept for the next.
+  // Memory that a large piece took is not kept for the next.
   v1::StatisticsState().Swap(&piece_);
   piece_bytes_ = 0;
   const absl::StatusOr<uint64_t> checksum =

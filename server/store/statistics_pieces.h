@@ -31,13 +31,13 @@ namespace quantd::server {
 // A piece ends after the histogram that makes it as large as this.
 constexpr int64_t kStatisticsPieceBytes = 256 << 10;
 
-// What a source had after one of its contributions. What is named outlives
-// this.
+// Statistics that a source had after one of its contributions. The names
+// outlive this.
 struct SourceVersion {
   const EncodingKey& key;
   absl::string_view source;
   int64_t sequence;
-  // Where its pieces are; not needed to check them.
+  // Set in which its pieces are; not needed to check them.
   int64_t set_id = 0;
 };
 
@@ -47,7 +47,7 @@ absl::Status SourceCorruptError(const EncodingKey& key,
                                 absl::string_view source,
                                 absl::string_view what);
 
-// Of a piece; over what it is of, too.
+// Checksum of a piece, over its bytes and over what it belongs to.
 uint64_t PieceChecksum(const SourceVersion& version, int64_t piece,
                        absl::string_view bytes);
 
@@ -66,11 +66,11 @@ absl::Status MarkPieces(SqlConnection* connection,
 // Errors: STORE_UNAVAILABLE, STORE_CORRUPT.
 absl::Status UnmarkPieces(SqlConnection* connection,
                           const SourceVersion& version);
-// Whether pieces of a set are being written before their row.
+// True if pieces of a set are being written before their row.
 // Errors: STORE_UNAVAILABLE, STORE_CORRUPT.
 absl::StatusOr<bool> IsBeingWritten(SqlConnection* connection, int64_t set_id);
 
-// As many pieces as one transaction writes or frees; each has up to a MiB.
+// Most pieces that one transaction writes or frees; each has up to a MiB.
 constexpr int kPiecesPerTransaction = 4;
 
 // A source that may have pieces without a row.
@@ -101,7 +101,7 @@ absl::Status ForgetFreedStatistics(SqlConnection* connection, int64_t set_id,
                                    absl::string_view tensor,
                                    absl::string_view source);
 
-// What is there of a piece: a statement of its checksum and its bytes, which
+// Statement of the checksum and the bytes of a piece, if it is there, which
 // Step has to find.
 std::unique_ptr<SqlStatement> SelectPiece(SqlConnection* connection,
                                           const SourceVersion& version,
@@ -143,7 +143,7 @@ class PieceWriter {
   absl::Status DeleteOthers(int64_t moments_end, int64_t gram_end,
                             int64_t others_end);
 
-  // Of all pieces.
+  // Bytes of all pieces.
   int64_t size_bytes() const { return size_bytes_; }
 
  private:

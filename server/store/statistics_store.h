@@ -1,5 +1,5 @@
-// Where statistics are kept: one state per tensor and source, each contribution
-// counted exactly once.
+// The store of statistics, as callers see it: one state per tensor and source,
+// each contribution counted exactly once.
 
 #ifndef QUANTD_SERVER_STORE_STATISTICS_STORE_H_
 #define QUANTD_SERVER_STORE_STATISTICS_STORE_H_
@@ -29,7 +29,7 @@ struct ContributionKey {
   WriteAccount account{};
 };
 
-// What became of a contribution.
+// Answer to a contribution.
 struct ContributionOutcome {
   // The last sequence of the source that is counted.
   uint64_t sequence = 0;
@@ -51,7 +51,7 @@ struct StoredStatistics {
   std::vector<core::Extremes> moving_average;
   // In order of source, never empty.
   std::vector<SourceListEntry> sources;
-  // What their Gram matrices take in the store.
+  // Bytes that their Gram matrices take in the store.
   int64_t gram_size_bytes = 0;
   // The Gram matrix over all sources that have one, without its sums.
   absl::optional<core::GramState::Parts> gram;
@@ -75,7 +75,7 @@ struct StatisticsListEntry {
   // STORE_CORRUPT where one is; what else the entry has is of the others.
   absl::Status error;
   int64_t source_count = 0;
-  // Of the states as they are stored, and of their Gram matrices alone.
+  // Bytes of the states as they are stored, and of their Gram matrices alone.
   int64_t size_bytes = 0;
   int64_t gram_size_bytes = 0;
   absl::Time update_time;
@@ -103,7 +103,7 @@ class StatisticsStore {
       const ContributionKey& key, const core::StatisticsState& part,
       double averaging_constant,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) = 0;
-  // The same, whatever it takes.
+  // Merges like Merge, whatever memory it takes.
   absl::StatusOr<ContributionOutcome> Contribute(
       const ContributionKey& key, const core::StatisticsState& part,
       double averaging_constant) {
@@ -111,16 +111,17 @@ class StatisticsStore {
                  [](int64_t /*memory*/) { return absl::OkStatus(); });
   }
 
-  // Of all sources, of which there may be thousands: calls `proceed` before
-  // each with what reading it will hold in memory, those before it included.
-  // Where they are deleted and contributed again meanwhile, it reads those that
-  // are there then. Everything that it answers is of the same contributions.
+  // Reads the statistics over all sources, of which there may be thousands:
+  // calls `proceed` before each with what reading it will hold in memory, those
+  // before it included. Where they are deleted and contributed again meanwhile,
+  // it reads those that are there then. Everything that it answers is of the
+  // same contributions.
   // `with_moments`  whether to read the moments of features as well.
   // Errors: STATISTICS_NOT_FOUND; that of `proceed`, which ends the reading.
   virtual absl::StatusOr<StoredStatistics> ReadStatistics(
       const EncodingKey& key, bool with_moments,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) = 0;
-  // The same, to the end, whatever it takes.
+  // Reads like ReadStatistics, to the end, whatever memory it takes.
   absl::StatusOr<StoredStatistics> GetStatistics(const EncodingKey& key,
                                                  bool with_moments = false) {
     return ReadStatistics(key, with_moments,
@@ -138,7 +139,8 @@ class StatisticsStore {
   virtual absl::StatusOr<absl::optional<core::GramState>> ReadGram(
       const EncodingKey& key,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) = 0;
-  // The same without sums; none also where there are no statistics.
+  // Reads the Gram matrix over all sources without its sums; none also where
+  // there are no statistics.
   virtual absl::StatusOr<absl::optional<core::GramState::Parts>> FindGram(
       const EncodingKey& key) = 0;
 
@@ -156,12 +158,14 @@ class StatisticsStore {
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) = 0;
 
-  // Of one source, or with an empty `source` of all; durable when it returns.
+  // Deletes the statistics of one source, or with an empty `source` of all;
+  // durable when it returns.
   // Errors: STATISTICS_NOT_FOUND.
   virtual absl::Status DeleteStatistics(const EncodingKey& key,
                                         absl::string_view source) = 0;
 
-  // Of all sources, unless one of them contributed after `update_time`.
+  // Deletes the statistics of all sources, unless one of them contributed after
+  // `update_time`.
   // Errors: STATISTICS_NOT_FOUND, also when it did.
   virtual absl::Status DeleteStatisticsUpTo(const EncodingKey& key,
                                             absl::Time update_time) = 0;

@@ -59,7 +59,8 @@ absl::StatusOr<StoreCheck> CheckStore(
   const auto damaged_row = [&](const absl::Status& status) {
     damaged(core::ErrorText(status));
   };
-  // What the database can't read on from is damaged; the rest is still read.
+  // A place that the database can't read on from is damaged; the rest is still
+  // read.
   const auto settle = [&](const absl::Status& status) {
     if (!absl::IsDataLoss(status)) return status;
     damaged_row(status);

@@ -54,8 +54,9 @@ constexpr int kRowsPerStep = 500;
 constexpr char kFreedSet[] = "DELETE FROM lost_sets WHERE set_id = $1";
 
 constexpr absl::string_view kFreeWhat = "cannot free what was deleted";
-// What is locked, so that of several replicas one frees at a time: another one
-// would take rows that wait to be deleted for freed. No scope has that name.
+// Name that is locked, so that of several replicas one frees at a time: another
+// one would take rows that wait to be deleted for freed. No scope has that
+// name.
 constexpr absl::string_view kFreeing = "\nfreeing";
 // Pieces that a step frees; each has up to a MiB.
 constexpr int kPiecesPerStep = 8;
@@ -71,7 +72,7 @@ absl::StatusOr<int> CountRows(SqlStatement* row) {
   }
 }
 
-// Of one content that is not heard of; false if there is none.
+// Gives up one staged content that is not heard of; false if there is none.
 absl::StatusOr<bool> LoseStaged(SqlConnection& connection,
                                 absl::Duration staged_age) {
   int64_t id = 0;
@@ -113,7 +114,8 @@ absl::StatusOr<absl::optional<int>> FreeContent(SqlConnection& connection) {
   return absl::optional<int>(*count);
 }
 
-// The same of statistics.
+// Frees pieces of one source of statistics, like FreeContent. Answers how many;
+// none if there is no such source.
 absl::StatusOr<absl::optional<int>> FreeStatistics(SqlConnection& connection,
                                                    absl::Time abandoned_time) {
   const absl::StatusOr<absl::optional<LostSource>> lost =
@@ -265,7 +267,7 @@ absl::StatusOr<bool> StoreKeeper::FreeSetStep() {
         absl::Status locked = connection.LockName(kFreeing);
         return locked.ok() ? FreeRows(connection, *set_id) : locked;
       });
-  // What stands on a damaged page keeps nobody from the others.
+  // A set on a damaged page keeps nobody from the others.
   if (absl::IsDataLoss(status)) {
     passed_set_ = *set_id;
   } else if (!status.ok()) {

@@ -1,4 +1,4 @@
-// What those who keep the store in order ask of it.
+// The calls with which others keep the store in order.
 
 #ifndef QUANTD_SERVER_STORE_STORE_KEEPER_H_
 #define QUANTD_SERVER_STORE_STORE_KEEPER_H_
@@ -22,7 +22,7 @@ namespace quantd::server {
 struct RevisionUsage {
   std::string model;
   std::string revision;
-  // Of what it holds or has held; never older than the newest row.
+  // Update time of what it holds or has held; never older than the newest row.
   absl::Time update_time;
   Usage usage;
   // STORE_CORRUPT where a row is damaged; time and usage are of the others
@@ -35,16 +35,16 @@ class StoreKeeper {
  public:
   explicit StoreKeeper(std::shared_ptr<SqlDatabase> database);
 
-  // What a scope holds; see Quota.
+  // Bytes and rows that a scope holds; see Quota.
   absl::StatusOr<Usage> ReadUsage(absl::string_view scope);
 
   // The first model after `after`, bytewise; empty if there is none.
   absl::StatusOr<std::string> NextModel(absl::string_view after);
-  // Of one model, in order of name.
+  // Revisions of one model, in order of name.
   absl::StatusOr<std::vector<RevisionUsage>> ListRevisions(
       absl::string_view model);
 
-  // What the store takes on disk.
+  // Size of the store on disk.
   absl::StatusOr<DatabaseSize> ReadSize();
   // Frees a few MiB of what deleted encodings and statistics have left, and of
   // encodings whose writers have not been heard of for `staged_age`. False if
@@ -55,7 +55,7 @@ class StoreKeeper {
   absl::StatusOr<bool> Shrink();
 
  private:
-  // Of sets that were lost. False if there is none left.
+  // Frees rows of a set that was lost. False if there is none left.
   absl::StatusOr<bool> FreeSetStep();
 
   const std::shared_ptr<SqlDatabase> database_;
