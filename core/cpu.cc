@@ -37,7 +37,7 @@
 namespace quantd::core {
 namespace {
 
-// What all of it takes for granted.
+// Assumptions of the whole code.
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
               "elements lie in memory as they do on the wire");
 static_assert(sizeof(void*) == 8 && sizeof(size_t) == 8,

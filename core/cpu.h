@@ -1,4 +1,4 @@
-// Which CPU this is, and which of its SIMD instructions the kernels use.
+// The CPU that this is, and which of its SIMD instructions the kernels use.
 
 #ifndef QUANTD_CORE_CPU_H_
 #define QUANTD_CORE_CPU_H_

@@ -19,7 +19,7 @@ constexpr absl::string_view kFieldPayload = "quantd.dev/field";
 constexpr absl::string_view kRetryPayload = "quantd.dev/retry-after-ms";
 constexpr absl::string_view kDetailPayload = "quantd.dev/detail";
 
-// Where kErrors has a reason; does not compile without such a row.
+// Row of a reason in kErrors; does not compile without such a row.
 constexpr size_t Row(absl::string_view reason) {
   size_t row = 0;
   while (kErrors[row].reason != reason) ++row;
@@ -32,7 +32,7 @@ absl::Status Error(absl::string_view text) {
                       absl::StrCat(kErrors[kRow].reason, ": ", text));
 }
 
-// The same, with how long to wait.
+// Like Error, with how long to wait.
 template <size_t kRow>
 absl::Status RetryableError(absl::string_view text,
                             absl::Duration retry_after) {

@@ -32,8 +32,8 @@ struct ErrorInfo {
   absl::string_view reason;
   ErrorCode code;
   ErrorKind kind = ErrorKind::kFault;
-  // Whether the same request may succeed later. ErrorRetryAfter is then how
-  // long to wait, where that is known.
+  // True if the same request may succeed later. ErrorRetryAfter then is how
+  // long to wait, if that is known.
   bool retry_helps = false;
 };
 
@@ -134,9 +134,9 @@ absl::string_view ErrorReason(const absl::Status& status);
 // The message without "REASON: ".
 absl::string_view ErrorText(const absl::Status& status);
 
-// The same error, at this field, e.g. "header.tensor.shape". A field that was
-// set before becomes a suffix: WithField(WithField(s, "scale"), "encoding") is
-// at "encoding.scale". OK stays OK.
+// Returns the same error at this field, e.g. "header.tensor.shape". A field
+// that was set before becomes a suffix: WithField(WithField(s, "scale"),
+// "encoding") is at "encoding.scale". OK stays OK.
 absl::Status WithField(absl::Status status, absl::string_view field);
 // Empty when no field is at fault.
 std::string ErrorField(const absl::Status& status);
@@ -144,8 +144,8 @@ std::string ErrorField(const absl::Status& status);
 // Zero when a retry does not help, or nobody knows when it will.
 absl::Duration ErrorRetryAfter(const absl::Status& status);
 
-// What the log has of an error and answers leave out, such as the words of the
-// database. Empty when there is none.
+// Detail of an error for the log, which answers leave out, such as the words of
+// the database. Empty when there is none.
 std::string ErrorDetail(const absl::Status& status);
 
 // --- Tensors and names -----------------------------------------------------
@@ -192,13 +192,13 @@ absl::Status ScaleValueError(int64_t index, double value,
 absl::Status ScaleCountError(int64_t expected, int64_t got);
 absl::Status ScaleCodeCountError(int64_t expected, int64_t got);
 absl::Status OuterScaleCountError(int64_t expected, int64_t got);
-// As many scales as expected, but along other dimensions.
+// Scales of the expected number, but along other dimensions.
 absl::Status ScaleShapeError(absl::string_view what);
 absl::Status ZeroPointCountError(int64_t scale_count, int64_t got);
 absl::Status ScaleCountLimitError(int64_t limit, int64_t got);
 // An encoding that does not go into one message of a stream.
 absl::Status MessageScaleLimitError(int64_t limit_bytes, int64_t got_bytes);
-// The same of a call.
+// An encoding that does not go into the answer of a call.
 absl::Status AnswerScaleLimitError(int64_t limit_bytes, int64_t got_bytes);
 absl::Status ZeroPointRangeError(absl::string_view what);
 absl::Status OuterMaximumError(absl::string_view what);
@@ -296,12 +296,13 @@ absl::Status RegionInvalidError(absl::string_view what);
 absl::Status RegionNotFoundError();
 // No more regions for this connection, no more connections, or no more memory.
 absl::Status RegionLimitError(absl::string_view what);
-// As many calls are open as may be; `whose` is empty for those of all callers.
+// The limit of open calls is reached; `whose` is empty for the calls of all
+// callers.
 absl::Status CallLimitError(int64_t limit, absl::string_view whose);
 // The workers are that far behind with what has arrived.
 absl::Status OverloadedError(absl::Duration delay, absl::Duration limit,
                              absl::Duration retry_after);
-// As many tensors are open as may be.
+// The limit of open tensors is reached.
 absl::Status TensorCountError(int64_t limit, absl::Duration retry_after);
 absl::Status DrainingError();
 // The stream has been open for that long; another goes on. Ends the stream.

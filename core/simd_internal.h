@@ -1,4 +1,4 @@
-// What the kernels need to know of the choice in cpu.h.
+// The part of the choice in cpu.h that the kernels need to know.
 
 #ifndef QUANTD_CORE_SIMD_INTERNAL_H_
 #define QUANTD_CORE_SIMD_INTERNAL_H_

@@ -202,8 +202,8 @@ class LeastError {
       : error_(hn::Set(d, std::numeric_limits<double>::infinity())),
         index_(hn::Zero(d)) {}
 
-  // Adds the errors of the trials from the k-th on. Calls come in the order of
-  // the trials.
+  // Takes in the errors of the trials from the k-th on, one in each lane. Calls
+  // come in the order of the trials.
   HWY_INLINE void Add(D d, hn::Vec<D> error, int64_t k) {
     const auto is_less = hn::Lt(error, error_);
     error_ = hn::IfThenElse(is_less, error, error_);

@@ -270,8 +270,8 @@ HWY_INLINE void QuantizeVectors(const GroupRange& range,
     }
     return code;
   };
-  // Fetches the data after the next: between groups the processor's own
-  // prefetching rests.
+  // Fetches data that comes kAheadBytes later: between groups the processor's
+  // own prefetching rests.
   constexpr int64_t kAheadBytes = 4096;
   constexpr int64_t kLineBytes = 64;
   const auto fetch = [&]() HWY_ATTR {
@@ -281,7 +281,7 @@ HWY_INLINE void QuantizeVectors(const GroupRange& range,
     }
   };
   const int64_t vectors = range.group / lanes;
-  // Position of the next vector.
+  // Group of the next vector, and the vector's index in it.
   int64_t group = 0, vector = 0;
   const auto next = [&]() HWY_ATTR {
     const auto code = quantize(group, in);
@@ -319,7 +319,8 @@ HWY_INLINE void QuantizeVectors(const GroupRange& range,
       }
     }
   } else {
-    // As many vectors as a group has elements, a multiple of four, remain.
+    // All groups together have as many vectors as one group has elements: a
+    // multiple of four.
     while (group < lanes) {
       const auto v0 = next();
       const auto v1 = next();

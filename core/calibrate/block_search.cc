@@ -508,8 +508,8 @@ class BlockSearch::Run {
     JudgeScales(fractions, count, /*needs_clipped=*/false);
   }
 
-  // Like JudgeFractions, but keeps the scale of each fraction and its clipped
-  // error.
+  // Like JudgeFractions, but leaves in room_ the scale of each fraction and, if
+  // `needs_clipped`, its clipped error.
   void JudgeSamples(const double* fractions, int64_t count,
                     bool needs_clipped) {
     if (stop_.stopped()) return;

@@ -83,7 +83,7 @@ Distribution Distribution::OfMagnitudes(const Histogram& histogram,
   Extremes magnitudes = extremes;
   if (!extremes.empty()) {
     magnitudes.max = std::max(std::fabs(extremes.min), std::fabs(extremes.max));
-    // Where both signs occur, the element nearest to zero is unknown: a value
+    // If both signs occur, the element nearest to zero is unknown: a value
     // below all magnitudes narrows nothing down.
     constexpr double kUnknown = -1;
     magnitudes.min = extremes.min > 0   ? extremes.min

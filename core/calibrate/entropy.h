@@ -64,7 +64,7 @@ absl::StatusOr<Range> SearchEntropy(const Histogram& histogram,
                                     const Range& whole, int steps, int bins,
                                     StopToken stop = StopToken());
 
-// The same search over elements that are not cut.
+// Like SearchEntropy above, but over elements that are not cut.
 // `elements`  at most kMaxDirectElements.
 absl::StatusOr<Range> SearchEntropy(BlockElements* elements,
                                     const EntropyLevels& levels,

@@ -173,7 +173,8 @@ class Search {
     }
   }
 
-  // True if the choice can still become cheaper than the known one.
+  // True if the choice can still fit, and come to less noise than the known
+  // one.
   bool IsInQuestion(const PartialMixture& choice) const {
     const absl::int128 left = left_ - choice.bytes;
     if (left + searched_[at_].less_bytes < 0) return false;

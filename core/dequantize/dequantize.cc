@@ -40,8 +40,8 @@ constexpr int64_t kPrefetchFromBytes = 2 << 20;
 
 constexpr int kTableEntries = 256;
 
-// What the codes of a float format or a codebook stand for [kTableEntries];
-// `entries` may hold it.
+// Returns the values that the codes of a float format or a codebook stand for
+// [kTableEntries]; `entries` may hold them.
 const float* ValuesOf(const Encoding& encoding, const FormatInfo& format,
                       float* entries) {
   if (format.kind == CodeKind::kFloat) return FloatValues(format);
@@ -51,7 +51,8 @@ const float* ValuesOf(const Encoding& encoding, const FormatInfo& format,
   return entries;
 }
 
-// What the codes of an integer format of at most 4 bits stand for [16].
+// Fills in the values that the codes of an integer format of at most 4 bits
+// stand for [16].
 void FillIntegers(const FormatInfo& format, float* entries) {
   const int sign = format.is_signed ? 1 << (format.bits - 1) : 0;
   const int mask = (1 << format.bits) - 1;
@@ -101,7 +102,7 @@ struct DecodedValues {
   }
 };
 
-// Of a table of 16.
+// Codes that index a table of 16 values.
 struct SmallTable {
   static constexpr int kCodeBytes = 1;
 
@@ -127,7 +128,7 @@ struct SmallTable {
   const float* HWY_RESTRICT values;
 };
 
-// Of a table of 256.
+// Codes that index a table of 256 values.
 struct LargeTable {
   static constexpr int kCodeBytes = 1;
 
@@ -192,7 +193,7 @@ struct HalfValues {
                    hn::Set(d, factor));
   }
 
-  // Whether one of the codes is infinity or NaN.
+  // True if one of the codes is infinity or NaN.
   bool HasSpecial(const uint8_t* in, int64_t count) const {
     const hn::ScalableTag<uint8_t> d;
     const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
@@ -276,8 +277,8 @@ struct ElementScales {
 
 // --- Runs -------------------------------------------------------------------
 
-// Where elements go: `type` is double's, or one that float32 vectors are stored
-// as.
+// Destination of elements: `type` is double's, or one that float32 vectors are
+// stored as.
 struct Sink {
   ElementType type;
   int64_t size_bytes;

@@ -11,8 +11,8 @@
 namespace quantd::core {
 namespace {
 
-// What a code stands for under scale 1; exact, but for int32 in float32, where
-// it is rounded to the nearest.
+// Value that a code stands for under scale 1; exact, except for int32 in
+// float32, where it is rounded to the nearest.
 template <typename T>
 T ValueOf(const DequantizeRange& range, int32_t code, int32_t zero_point) {
   switch (range.format.kind) {

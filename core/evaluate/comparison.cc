@@ -29,7 +29,7 @@ struct PairRange {
   ElementType type;
   int64_t count;
   const uint8_t* in;
-  // What kernels have to add up; they may add up more.
+  // Sums that kernels have to add up; they may add up more.
   ErrorSumSet sums;
 };
 

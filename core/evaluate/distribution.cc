@@ -31,7 +31,7 @@ uint32_t KeyOf(float x) {
   return (bits ^ flip) >> 16;
 }
 
-// Of the bits of float64.
+// Bias of the exponent in the bits of float64.
 constexpr int kExponentBias = 1023;
 
 }  // namespace
@@ -62,7 +62,8 @@ void DistributionCounts::KeyCounts::ForEachValue(Visitor&& visit) const {
 template <typename T>
 void DistributionCounts::AddPairs(const T* real, const T* restored,
                                   int64_t count, int64_t left_out) {
-  // What is counted is made in loops of its own, which compilers vectorise.
+  // Keys and exponents are computed in loops of their own, which compilers
+  // vectorise.
   constexpr int64_t kBlock = 256;
   uint32_t real_key[kBlock];
   uint32_t restored_key[kBlock];

@@ -38,7 +38,7 @@ constexpr int64_t kTileRows = 4;
 // Rows of the same consecutive scale indices, an element for each, one row
 // right after the other in memory.
 struct ColumnPanel {
-  // Of the first element.
+  // Index of the first element.
   int64_t first;
   int64_t scale_index;
   int64_t columns;
@@ -184,7 +184,7 @@ HWY_INLINE hn::Mask<D> IsGood(D d, const Restored<D>& r,
   }
 }
 
-// What a lane counts as. Clipped ones are finite.
+// Kinds that a lane counts as. Clipped ones are finite.
 template <class D>
 struct LaneKinds {
   HWY_INLINE LaneKinds() {}
@@ -238,7 +238,7 @@ class CertainIntegers {
     return has_few_levels_ && scale >= T{0x1p-100f} && scale <= T{0x1p100f};
   }
 
-  // Those of the run.
+  // Scale of the run and its reciprocal, and the ends of its quotients.
   T scale = 0;
   T reciprocal = 0;
   T low = 0;
@@ -548,8 +548,8 @@ void AddRows(const EvaluateRange& range, const ColumnPanel& panel,
   HWY_ALIGN T elements[kLanes] = {};
   for (int64_t row = first_row; row < end_row; ++row) {
     const uint8_t* in = panel.in + row * row_bytes + column * element_bytes;
-    // The same columns a few rows on: they lie too far apart for processors to
-    // foresee.
+    // Prefetches the same columns a few rows on: they lie too far apart for
+    // processors to foresee.
     hwy::Prefetch(in + kTileRows * row_bytes);
     if (!is_direct) {
       if constexpr (kFromFloat) {
@@ -717,10 +717,10 @@ HWY_EXPORT(AddColumnsSimd);
 constexpr int64_t kWaveTasks = 256;
 // Elements of a panel that are worth more than one thread.
 constexpr int64_t kThreadsElements = 16 * 1024;
-// So that counts fit an int32.
+// Rows of a panel at most: so few that counts fit an int32.
 constexpr int64_t kMaxPanelRows = int64_t{1} << 30;
 
-// Whether neighbours have scale indices of their own.
+// True if neighbours have scale indices of their own.
 bool Steps(const BlockLayout& layout) {
   const int64_t count = std::min<int64_t>(layout.element_count(), 2);
   BlockLayout::Run run{};

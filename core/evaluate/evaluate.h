@@ -52,11 +52,11 @@ struct ErrorSums {
   double CosineSimilarity() const;  // 1 when both are zero, 0 when one is
 };
 
-// What codes stand for, made ready for the kernels.
+// Values that codes stand for, made ready for the kernels.
 struct CodeValues;
 
-// Which of ErrorSums somebody will look at. What they say has the same bits
-// with either; the others may be anything.
+// Set of ErrorSums that somebody will look at. Those have the same bits with
+// either set; the others may be anything.
 enum class ErrorSumSet {
   kAll,
   // count, non_finite, clipped_low, clipped_high, squared_error, signal and

@@ -26,7 +26,7 @@ constexpr int64_t kSumLanes = 16;
 // Leaves of a task.
 constexpr int64_t kTaskLeaves = 64;
 
-// What codes other than integers stand for.
+// Values that codes other than integers stand for.
 struct CodeValues {
   // Requires: a valid encoding.
   explicit CodeValues(const Encoding& encoding);
@@ -47,7 +47,7 @@ struct EvaluateRange {
   int64_t first;
   int64_t count;
   const uint8_t* in;
-  // What kernels have to add up; they may add up more.
+  // Sums that kernels have to add up; they may add up more.
   ErrorSumSet sums;
 };
 

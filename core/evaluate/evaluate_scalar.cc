@@ -41,8 +41,8 @@ Pair<T> Restore(T x, int64_t scale_index, const Encoding& encoding,
       }
       const int32_t zero_point =
           encoding.zero_point.empty() ? 0 : encoding.zero_point[scale_index];
-      // Of int32 these and the product below are rounded, as where codes are
-      // made and restored.
+      // With int32 these ends and the product below are rounded, as they are
+      // where codes are made and restored.
       const T low = static_cast<T>(encoding.qmin - zero_point);
       const T high = static_cast<T>(encoding.qmax - zero_point);
       const T rounded = std::nearbyint(quotient);

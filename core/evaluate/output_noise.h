@@ -1,4 +1,4 @@
-// What the error of a weight does to the output of its layer.
+// Effect of the error of a weight on the output of its layer.
 
 #ifndef QUANTD_CORE_EVALUATE_OUTPUT_NOISE_H_
 #define QUANTD_CORE_EVALUATE_OUTPUT_NOISE_H_
@@ -28,7 +28,8 @@ class OutputGram {
   static absl::StatusOr<OutputGram> Create(const GramState& gram,
                                            ThreadPool* pool,
                                            StopToken stop = StopToken());
-  // What one takes: about 2 bytes for each element of the matrix.
+  // Bytes of memory that an OutputGram takes: about 2 for each element of the
+  // matrix.
   static int64_t MemoryBytes(int64_t features, int64_t part_size);
 
   int64_t columns() const { return static_cast<int64_t>(diagonal_.size()); }
@@ -39,14 +40,14 @@ class OutputGram {
   struct Block {
     int64_t first;  // feature
     int64_t size;
-    // Of its first panel in panels().
+    // Offset of its first panel in panels().
     int64_t offset;
   };
   absl::Span<const Block> blocks() const { return blocks_; }
   // S of all blocks, upper triangular with e S e^T = e G e^T: twice the
   // elements of G above the diagonal, laid out as CompensationFactor::panels().
   const float* panels() const { return panels_.data(); }
-  // What S is to be multiplied with, for the mean over the rows of inputs.
+  // Factor of S that gives the mean over the rows of inputs.
   double unit() const { return unit_; }
 
  private:
@@ -68,7 +69,7 @@ struct OutputPower {
   double diagonal = 0;
 };
 
-// Adds that of rows of reals, or of the errors restored - real.
+// Adds the power of rows of reals, or of the errors restored - real.
 //
 //   rows v are scaled by a power of two, so that they fit float32
 //   y_k is the sum of v_j S_jk over j <= k, as chains of fused multiply-adds in
@@ -93,7 +94,7 @@ absl::Status AddOutputPower(const OutputGram& gram, ElementType type,
                             ThreadPool* pool, StopToken stop = StopToken());
 int64_t OutputTaskBytes(int64_t columns);
 
-// What elements of `type` are computed in: float32 or float64.
+// Type that elements of `type` are computed in: float32 or float64.
 ElementType ArithmeticType(ElementType type);
 
 // noise / signal; 0 if there is no noise.

@@ -56,7 +56,7 @@ HWY_INLINE void KeepInMemory(Array& values) {
   asm volatile("" : "+m"(values));
 }
 
-// Of Lanes(d) pairs, in the type of D.
+// Errors of Lanes(d) pairs, in the type of D.
 template <class D>
 struct PairErrors {
   HWY_INLINE PairErrors() {}
@@ -204,7 +204,7 @@ HWY_INLINE double SumTree(D d, V v) {
   }
 }
 
-// The same of the float64 lanes in memory.
+// Sums the float64 lanes in memory in the same tree.
 HWY_INLINE double SumTree(const double* HWY_RESTRICT lanes) {
   const hn::CappedTag<double, kSumLanes> d;
   constexpr int64_t kLanes = hn::MaxLanes(decltype(d)());

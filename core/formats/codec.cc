@@ -118,8 +118,9 @@ double LargestNearLower(float lower, float upper) {
   const double a = lower;
   const double b = upper;
   const double sum = a + b;
-  // What the rounding of the sum left out, exactly (Knuth's two-sum). It is at
-  // most half a unit, so that the next float64 below is below the true sum.
+  // Part of the sum that the rounding left out, exactly (Knuth's two-sum). It
+  // is at most half a unit, so that the next float64 below is below the true
+  // sum.
   const double b_part = sum - a;
   const double rest = (a - (sum - b_part)) + (b - b_part);
   const double middle = sum / 2;

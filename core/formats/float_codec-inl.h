@@ -63,7 +63,7 @@ struct RoundedMagnitude {
   hn::Vec<D> sum;
 };
 
-// Of the magnitude, or of the largest number where it is above that.
+// Rounds the magnitude, or the largest number if the magnitude is above that.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE RoundedMagnitude<D> RoundMagnitude(D d, const FloatGrid& grid,
                                               V magnitude) {

@@ -19,7 +19,7 @@ constexpr int kMaxLevels = 256;
 struct FloatGrid {
   FloatGrid(const FloatLayout& layout, bool no_saturation);
 
-  // What depends on the type that quotients have, float or double.
+  // Limits that depend on the type of the quotients, float or double.
   template <typename T>
   struct Limits {
     T overflow;  // the smallest magnitude that rounds beyond the largest
@@ -40,7 +40,8 @@ struct FloatGrid {
 
   Limits<float> for_float;
   Limits<double> for_double;
-  // Of what a code and the bits of a float32 have at different places.
+  // Shifts and offsets of the parts that a code and the bits of a float32 have
+  // at different places.
   int mantissa_shift;
   int sign_shift;
   int32_t exponent_offset;
@@ -80,8 +81,8 @@ struct CodebookGrid {
   alignas(64) float threshold_float[kMaxLevels];
   // threshold_float[16 k + 15]: what a search begins with. Infinity behind.
   alignas(64) float coarse_threshold[32];
-  // What each step of a binary search among 16 entries compares with, by the
-  // bits of the index that it knows.
+  // Thresholds that each step of a binary search among 16 entries compares
+  // with, by the bits of the index that it knows.
   alignas(64) float level_threshold[4][8];
   alignas(64) double threshold_double[kMaxLevels];
 };

@@ -180,8 +180,8 @@ constexpr FormatInfo kFormats[] = {
     Integer(65, "int32", 32, true),
 };
 
-// What FloatCoder of core/quantize/coders-inl.h computes exactly: codes of a
-// byte, ties of at most 5 bits, and no number below 2^-17.
+// True if FloatCoder of core/quantize/coders-inl.h computes all float formats
+// exactly: codes of a byte, ties of at most 5 bits, and no number below 2^-17.
 constexpr bool FloatsAreSmall() {
   for (const FormatInfo& row : kFormats) {
     const FloatLayout& layout = row.float_layout;

@@ -14,10 +14,10 @@ namespace quantd::core {
 // The values are those of quantd.v1.NumberFormat; FormatInfo::name spells them.
 enum class NumberFormat : int {};
 
-// What a code is; everything else of a format is scales.
+// Kind of a code; everything else of a format is scales.
 enum class CodeKind { kInteger, kFloat, kCodebook };
 
-// What the patterns at the end of a small float's range stand for.
+// Meaning of the patterns at the end of a small float's range.
 enum class FloatSpecials {
   kNone,  // numbers, all of them
   kNan,   // S.1..1.1..1 is NaN, there is no infinity (E4M3FN)
@@ -36,7 +36,7 @@ struct FloatLayout {
 // One row of the table.
 struct FormatInfo {
   NumberFormat format;
-  // As users write it: "int8", "uint4", "float8_e4m3fn", "mxfp4_e2m1".
+  // Name as users write it: "int8", "uint4", "float8_e4m3fn", "mxfp4_e2m1".
   absl::string_view name;
   CodeKind kind;
   // Bits of a code.
@@ -75,7 +75,7 @@ struct FormatInfo {
                ? count / codes_per_byte() + (count % codes_per_byte() != 0)
                : count * (storage_bits / 8);
   }
-  // Whether a code can stand for NaN, or for infinity.
+  // True if a code can stand for NaN, or for infinity.
   bool has_nan() const {
     return kind == CodeKind::kFloat &&
            float_layout.specials != FloatSpecials::kNone;

@@ -20,8 +20,8 @@ namespace quantd::core {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// Where the packs of two vectors work within 128-bit blocks, as they do on x86,
-// a permutation at the end restores the order; the others keep it.
+// On x86 the packs of two vectors work within 128-bit blocks, and a permutation
+// at the end restores the order. The other packs keep the order.
 
 // The lanes of `a` and `b` saturated to int16, in an order that PackToBytes and
 // OrderWords know.

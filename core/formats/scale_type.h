@@ -34,7 +34,8 @@ constexpr bool HasOuterScales(ScaleType type) {
   return type == ScaleType::kE4m3 || type == ScaleType::kInteger;
 }
 
-// As users write it, and quantd.v1.ScaleType after "SCALE_TYPE_".
+// Name as users write it, and as quantd.v1.ScaleType has it after
+// "SCALE_TYPE_".
 constexpr absl::string_view ScaleTypeName(ScaleType type) {
   switch (type) {
     case ScaleType::kDefault:

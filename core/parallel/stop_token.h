@@ -20,9 +20,9 @@
 
 namespace quantd::core {
 
-// What takes one looks at it every few milliseconds at least, and returns
-// CANCELLED soon after it was stopped, without a result. A look costs a load
-// from memory. Plain value, thread-safe.
+// Tells a computation to stop. A computation that takes one looks at it every
+// few milliseconds at least, and returns CANCELLED soon after it was stopped,
+// without a result. A look costs a load from memory. Plain value, thread-safe.
 class StopToken {
  public:
   // One that is never stopped.
@@ -48,7 +48,7 @@ class StopToken {
   std::atomic<int64_t>* looks_left_ = nullptr;
 };
 
-// What a computation that was stopped returns.
+// Status that a stopped computation returns.
 inline absl::Status StoppedError() {
   return absl::CancelledError("stopped: nobody waits for the result");
 }

@@ -1,4 +1,4 @@
-// What a thread has had of the processors.
+// Time that a thread has had of the processors.
 
 #ifndef QUANTD_CORE_PARALLEL_THREAD_CLOCK_H_
 #define QUANTD_CORE_PARALLEL_THREAD_CLOCK_H_

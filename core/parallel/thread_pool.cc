@@ -25,9 +25,9 @@ constexpr size_t kKeptQueues = 64;
 
 thread_local ThreadPool::Group current_group = 0;
 
-// What the threads of one ParallelFor share. Helpers that start after the last
-// index was taken still hold it, but never touch `body`. After an exception no
-// index is taken any more.
+// State that the threads of one ParallelFor share. Helpers that start after the
+// last index was taken still hold it, but never touch `body`. After an
+// exception no index is taken any more.
 class SharedLoop {
  public:
   SharedLoop(int64_t n, absl::FunctionRef<void(int64_t)> body)
@@ -43,7 +43,7 @@ class SharedLoop {
         body_(i);
       } catch (...) {
         thrown = std::current_exception();
-        // Those that nobody will take.
+        // Counts the indices that nobody will take.
         finished += std::max<int64_t>(0, n_ - next_.exchange(n_));
       }
     }
@@ -178,7 +178,8 @@ void ThreadPool::Work() {
     {
       const GroupScope scope(group);
       task();
-      // What it holds may schedule something when it goes.
+      // Destroys the task within its group: things that it holds may schedule
+      // something as they go.
       task = nullptr;
     }
     mutex_.Lock();

@@ -54,7 +54,7 @@ class ThreadPool {
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  // Of one group.
+  // Most threads that one group has at a time.
   int thread_count() const { return thread_count_; }
   // How many tasks of the group run at this moment.
   int BusyThreads(Group group) const ABSL_LOCKS_EXCLUDED(mutex_);
@@ -90,14 +90,14 @@ class ThreadPool {
 
   const int thread_count_;
   const int most_threads_;
-  // Of its threads; 0 where they are as nice as all.
+  // Priority of the pool's threads; 0 if they are as nice as all.
   const int priority_;
   mutable absl::Mutex mutex_;
   absl::flat_hash_map<Group, Queue> queues_ ABSL_GUARDED_BY(mutex_);
   // Groups whose next task may run, in the order of their turns.
   std::deque<Group> ready_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  // Those that start, too.
+  // Threads without a task, and those that start.
   int idle_threads_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<std::thread> threads_ ABSL_GUARDED_BY(mutex_);
 };

@@ -365,7 +365,7 @@ class IntegerCoder {
   int32_t nan_is_qmin_;
 };
 
-// What floats and codebooks share. Their codes are bytes.
+// Base of the coders of floats and codebooks. Their codes are bytes.
 template <class Grid>
 class GridCoder {
  public:
@@ -508,8 +508,8 @@ class FloatCoder : public GridCoder<FloatGrid> {
     return code;
   }
 
-  // Where quotients of numbers that are not finite are NaN, and Min gives its
-  // second operand if that is NaN.
+  // True if the format saturates and, on this target, quotients of numbers that
+  // are not finite are NaN, and Min gives its second operand if that is NaN.
   bool CanCount() const {
     return saturates_ && HWY_ARCH_X86 != 0 && HWY_NATIVE_FMA != 0;
   }
@@ -560,7 +560,7 @@ class FloatCoder : public GridCoder<FloatGrid> {
   int mantissa_shift_;
   int32_t sign_bit_;
   int sign_shift_;
-  // Of saturating formats.
+  // Code of the largest number, of saturating formats.
   int32_t largest_code_;
   bool has_negative_zero_;
   bool saturates_;

@@ -77,7 +77,7 @@ struct Column {
 
   // Behind the last row the scales are 1, and the zero points 0.
   HWY_ALIGN T scale[kWidth];
-  // Of either kind, exact.
+  // Zero points of either kind, exact.
   HWY_ALIGN T zero_point[kWidth];
   HWY_ALIGN int32_t code[kWidth];
   // Index of the column, and of its scale above that of the row's first.
@@ -85,11 +85,11 @@ struct Column {
   int64_t scale_index = -1;
 };
 
-// What a rounder makes of a vector: what is NaN is left to RoundTask.
+// Result of a rounder for a vector. NaN is left to RoundTask.
 template <class D>
 struct RoundedLanes {
   hn::Vec<hn::Rebind<int32_t, D>> code;
-  // What Dequantize makes of the codes.
+  // Number that Dequantize makes of each code.
   hn::Vec<D> value;
   hn::Mask<D> below;
   hn::Mask<D> above;
@@ -261,7 +261,7 @@ class TaskQuantizer {
     }
   }
 
-  // Of a column, for all rows.
+  // Loads the scales and zero points of a column, for all rows.
   void LoadScales(int64_t index) {
     column_.index = index;
     const int64_t scale_index = rows_.column_scale[index];
@@ -349,7 +349,7 @@ class TaskQuantizer {
     }
   }
 
-  // Where the element or its scale is NaN.
+  // Sets the code of an element that is NaN or has a NaN scale.
   void SetSpecialCode(int64_t row, bool is_nan) {
     const T zero_point = column_.zero_point[row];
     if (std::isnan(column_.scale[row])) {
@@ -468,8 +468,8 @@ namespace {
 
 HWY_EXPORT(QuantizeTask);
 
-// What an element's scale index has from its column alone: that of the row is
-// the same for all columns.
+// Returns the part of an element's scale index that comes from its column
+// alone, for each column. The part of the row is the same for all columns.
 std::vector<int64_t> ColumnScales(const BlockLayout& layout, int64_t first,
                                   int64_t columns) {
   std::vector<int64_t> scales(columns);

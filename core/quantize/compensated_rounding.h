@@ -35,7 +35,7 @@ namespace quantd::core {
 // code that Quantize gives it, and changes no other element. Where x_k would
 // not be finite it is w_k.
 //
-// What this costs at the output comes with it, for H without the damping h:
+// The cost of this at the output comes with it, for H without the damping h:
 //
 //   e G e^T = sum over k of D_k (x_k - q_k)^2 - h (w_k - q_k)^2
 //
@@ -71,7 +71,7 @@ absl::Status QuantizeCompensated(const CompensationFactor& factor,
                                  ThreadPool* pool,
                                  StopToken stop = StopToken());
 
-// What a task holds while it runs. `largest_block`  columns of a factor's
+// Bytes that a task holds while it runs. `largest_block`  columns of a factor's
 // largest block.
 int64_t CompensatedTaskBytes(int64_t columns, int64_t largest_block);
 

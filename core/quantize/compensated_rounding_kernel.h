@@ -16,7 +16,8 @@ namespace quantd::core {
 
 // Columns of U, or rows of Cholesky's factor, that are computed together.
 constexpr int64_t kPanelRows = 8;
-// What they are computed for together: three vectors of the widest target.
+// Lanes that they are computed for together: three vectors of the widest
+// target.
 template <typename T>
 constexpr int64_t kPanelWidth = 192 / static_cast<int64_t>(sizeof(T));
 
@@ -54,7 +55,7 @@ struct CompensatedRange {
   int64_t rows() const { return range.count / factor.columns(); }
 
   const CompensationFactor& factor;
-  // Of whole rows.
+  // Range of whole rows.
   const QuantizeRange& range;
   // [columns] scale index of a column above that of the first in its row.
   const int64_t* column_scale;
@@ -70,8 +71,8 @@ struct RoundedElement {
   T value;
 };
 
-// Of the element `index` of the tensor. T is that in which the range computes.
-// Counts it.
+// Rounds the element `index` of the tensor, and counts it. T is that in which
+// the range computes.
 template <typename T>
 RoundedElement<T> RoundElement(const QuantizeRange& range, int64_t index, T x,
                                QuantizeCounts* counts);

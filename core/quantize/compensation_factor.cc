@@ -270,7 +270,7 @@ struct Place {
   int64_t column = 0;
 };
 
-// Whether the elements [j][i] and [i][j] may be those of a Gram matrix.
+// True if the elements [j][i] and [i][j] may be those of a Gram matrix.
 bool AreSound(const double* a, int64_t size, int64_t j, int64_t i) {
   const double upper = a[j * size + i];
   if (!std::isfinite(upper) || upper != a[i * size + j]) return false;
@@ -340,7 +340,7 @@ void Permute(double* a, int64_t size, absl::Span<const int32_t> from,
       std::copy(row.begin(), row.end(), elements);
     }
   });
-  // Of each cycle of the permutation.
+  // First index of each cycle of the permutation.
   std::vector<int32_t> starts;
   std::vector<bool> is_seen(size);
   for (int32_t start = 0; start < size; ++start) {
@@ -476,7 +476,7 @@ absl::StatusOr<CompensationFactor> CompensationFactor::Create(
     Permute(a, block.size, from, pool, stop);
     if (stop.stopped()) return StoppedError();
     const UpperTriangle triangle{a, block.live, block.size};
-    // What rounding may leave of a pivot that is 0.
+    // Most that rounding may leave of a pivot that is 0.
     std::vector<double> least_pivot(block.live);
     for (int64_t k = 0; k < block.live; ++k) {
       least_pivot[k] =

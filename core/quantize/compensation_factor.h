@@ -1,4 +1,4 @@
-// What error-compensated rounding needs to know of a layer's inputs.
+// Facts about a layer's inputs that error-compensated rounding needs.
 
 #ifndef QUANTD_CORE_QUANTIZE_COMPENSATION_FACTOR_H_
 #define QUANTD_CORE_QUANTIZE_COMPENSATION_FACTOR_H_
@@ -63,7 +63,7 @@ struct GramBlock {
 // and for any number of threads.
 class CompensationFactor {
  public:
-  // What Create holds at most for each column, beside the matrix and the
+  // Bytes that Create holds at most for each column, beside the matrix and the
   // factor.
   static constexpr int64_t kCreateColumnBytes = 1200;
 
@@ -99,9 +99,9 @@ class CompensationFactor {
     int64_t size;
     // Positions that are not dead.
     int64_t live;
-    // Of the block's first panel in panels().
+    // Offset of the block's first panel in panels().
     int64_t offset;
-    // What was added to the diagonal of those.
+    // Amount that was added to the diagonal of the live ones.
     double damping = 0;
   };
   absl::Span<const Block> blocks() const { return blocks_; }
@@ -134,7 +134,7 @@ absl::Status CheckSemidefinite(const GramState& gram, ThreadPool* pool,
                                StopToken stop = StopToken());
 // About how long one thread takes for that: as long as CompensationFactor.
 absl::Duration SemidefiniteCheckTime(int64_t features, int64_t part_size);
-// What that holds at most beside the matrix.
+// Bytes that CheckSemidefinite holds at most beside the matrix.
 int64_t SemidefiniteCheckBytes(int64_t features, int64_t part_size);
 
 }  // namespace quantd::core

@@ -155,7 +155,8 @@ HWY_INLINE void CountNonFinite(D d, V x, QuantizeCounts* counts) {
   counts->negative_infinity += hn::CountTrue(d, hn::Eq(x, hn::Neg(infinity)));
 }
 
-// Whether a quotient is NaN: that of a NaN, or of any element by a NaN scale.
+// Counts the clipped and the non-finite elements. Returns true if a quotient is
+// NaN: that of a NaN, or of any element by a NaN scale.
 template <class D>
 HWY_INLINE bool CountQuotients(D d, const Quotients<D>& q,
                                QuantizeCounts* counts) {

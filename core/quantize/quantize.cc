@@ -117,7 +117,7 @@ class PartQuantizer {
                : range_.encoding.zero_point.data() + scale_index;
   }
 
-  // Whether the coder works with the index-th of the prepared scales.
+  // True if the coder works with the index-th of the prepared scales.
   bool Accepts(int64_t scale_index) const {
     const FloatTag d;
     const int32_t* zero_point = ZeroPoints(scale_index);
@@ -136,7 +136,7 @@ class PartQuantizer {
     int64_t scale_index = row.scale_index;
     int64_t offset = row.offset;
     while (done < row.count) {
-      // What remains, in scales.
+      // Number of scales of the elements that remain.
       const int64_t scales = (offset + row.count - done + block - 1) / block;
       const int64_t batch = std::min(scales, kBatchGroups);
       const bool all_good =
@@ -180,7 +180,7 @@ class PartQuantizer {
     const int64_t width = columns * times;
     const int64_t first_row = first / width;
     const int64_t end_row = (end + width - 1) / width;
-    // Of one row there may be no scales but those of its elements.
+    // Within one row there may be no scales but those of the part's elements.
     const int64_t tiles_begin = is_one_row ? first - first_row * width : 0;
     const int64_t tiles_end = is_one_row ? end - first_row * width : width;
     for (int64_t tile = tiles_begin; tile < tiles_end; tile += kTileElements) {
@@ -403,7 +403,7 @@ class PartQuantizer {
   ScaleArrays arrays_;
 };
 
-// Whether all groups and rows of a range begin bytes of packed codes.
+// True if all groups and rows of a range begin bytes of packed codes.
 bool BeginBytes(const QuantizeRange& range) {
   const int64_t per_byte = range.format.codes_per_byte();
   const BlockLayout& layout = range.layout;

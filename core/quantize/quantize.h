@@ -13,14 +13,14 @@
 
 namespace quantd::core {
 
-// What becomes of NaN. The values are those of quantd.v1.NanPolicy.
+// Treatment of NaN. The values are those of quantd.v1.NanPolicy.
 enum class NanPolicy : int {
   // Integers: clamp(zero_point). Floats: NaN where the format has one, or else
   // +0. Codebooks: the entry nearest to 0.
   kDefault = 0,
-  // As the default, but +0 for all floats.
+  // Like the default, but +0 for all floats.
   kZeroPoint = 1,
-  // The tensor fails; of infinities too.
+  // The tensor fails, also for infinities.
   kReject = 2,
   // The lowest number: qmin, the negative of the largest float, entry 0.
   kQmin = 3

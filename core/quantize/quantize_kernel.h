@@ -40,7 +40,7 @@ struct QuantizeRange {
 
 // A part of a range, and where its codes go.
 struct RangePart {
-  // Of the range, not of the tensor.
+  // Index of the first element in the range, not in the tensor.
   int64_t begin;
   int64_t count;
   uint8_t* out;

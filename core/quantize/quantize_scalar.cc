@@ -35,7 +35,7 @@ int32_t QuantizeElement(T x, T scale, int32_t zero_point, int32_t nan_code,
          zero_point;
 }
 
-// The same with a real zero point.
+// Like QuantizeElement, but with a real zero point.
 template <typename T>
 int32_t QuantizeAffine(T x, T scale, T zero_point, const QuantizeRange& range,
                        QuantizeCounts* counts) {

@@ -50,7 +50,7 @@ HWY_INLINE V ExactQuotient(D d, V x, V scale, V y) {
 constexpr int64_t kMostScales = 1024;
 constexpr int64_t kScalePadding = 64;
 
-// What the kernels compute with. `aux` is the coder's: see coders-inl.h.
+// Arrays that the kernels compute with. `aux` is the coder's: see coders-inl.h.
 struct ScaleArrays {
   HWY_ALIGN float scale[kMostScales + kScalePadding];
   HWY_ALIGN float reciprocal[kMostScales + kScalePadding];
@@ -100,8 +100,8 @@ struct ScaleLanes {
   hn::Vec<hn::RebindToSigned<D>> aux;
 };
 
-// Where the scales of Lanes(d) elements from the i-th on come from. Bind gives
-// what a loop keeps in registers.
+// Sources of the scales of Lanes(d) elements from the i-th on. Bind gives what
+// a loop keeps in registers.
 
 // One scale for all.
 struct UniformScale {

@@ -39,8 +39,8 @@ constexpr uint64_t kOneElement = uint64_t{1} << BinCell::kCountShift;
 constexpr size_t kSpareCells = 16;
 constexpr size_t kHotCells = 2;
 
-// Where the kernels add. Cell i is that of the patterns with bits >> shift = i;
-// is_touched[i >> group_shift] is its group's.
+// Table that the kernels add to. Cell i is that of the patterns with bits >>
+// shift = i; is_touched[i >> group_shift] is its group's.
 struct TableView {
   int shift;
   int group_shift;
@@ -121,7 +121,7 @@ class HotCell {
         spare_offset_(static_cast<uint32_t>(
             cells_end_ + index * kSpareCells * sizeof(BinCell))) {}
 
-  // Where it is, in bytes from the first cell; beyond the table for none.
+  // Place of the cell, in bytes from the first one; beyond the table for none.
   uint32_t offset() const { return offset_; }
   uint32_t spare_offset() const { return spare_offset_; }
 
@@ -157,11 +157,10 @@ class HotCell {
   uint32_t offset_ = ~uint32_t{0};
 };
 
-// What is added to each cell is computed by the vector and stored, and then
-// added by the element, as one load, addition and store of 16 bytes each.
-// `kIsSparse`: marks the group of each element; otherwise all groups between
-// the smallest and the largest magnitude, which takes less for each element and
-// more for Drain.
+// The vector computes and stores what is added to each cell. Each element then
+// adds it, as one load, addition and store of 16 bytes. `kIsSparse`: marks the
+// group of each element; otherwise all groups between the smallest and the
+// largest magnitude, which takes less for each element and more for Drain.
 template <bool kIsSparse>
 HWY_INLINE void AddVectorsToTable(const uint8_t* HWY_RESTRICT in, int64_t count,
                                   const TableView& table) {
@@ -197,7 +196,7 @@ HWY_INLINE void AddVectorsToTable(const uint8_t* HWY_RESTRICT in, int64_t count,
   int64_t review_at = kBatch;
   int64_t reviewed = 0;
   uint32_t sample = 0;
-  // Of twice the magnitudes, less one: zero is the largest of these.
+  // Least of twice the magnitudes, less one: zero is the largest of these.
   auto least = hn::Set(d32, ~uint32_t{0});
   auto most = hn::Zero(d32);
   auto all = hn::Zero(d32);
@@ -228,7 +227,8 @@ HWY_INLINE void AddVectorsToTable(const uint8_t* HWY_RESTRICT in, int64_t count,
           hn::MulEven(hn::BitCast(d32, even), hn::BitCast(d32, even));
       const auto odd_square =
           hn::MulEven(hn::BitCast(d32, odd), hn::BitCast(d32, odd));
-      // Of every block of four elements the first, second, third and fourth.
+      // The parts are the first, second, third and fourth of every block of
+      // four elements.
       uint64_t* out = addend + k * 2;
       hn::Store(hn::InterleaveLower(d64, even, even_square), d64, out);
       hn::Store(hn::InterleaveLower(d64, odd, odd_square), d64,

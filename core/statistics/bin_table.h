@@ -1,4 +1,4 @@
-// Where many elements of one histogram are added up before they go into it.
+// A table that adds up many elements of one histogram before they go into it.
 
 #ifndef QUANTD_CORE_STATISTICS_BIN_TABLE_H_
 #define QUANTD_CORE_STATISTICS_BIN_TABLE_H_
@@ -101,8 +101,9 @@ class BinTableLease {
   std::unique_ptr<BinTable> table_;
 };
 
-// What a histogram keeps of elements: float64 rounded to float32, to nearest
-// even, finite ones beyond it as its largest; the others exactly.
+// Converts elements to what a histogram keeps of them: float64 rounded to
+// float32, to nearest even, finite ones beyond it as its largest; the others
+// exactly.
 // `in`   [count] elements of `type`, any alignment.
 // `out`  [count].
 void ToHistogramFloats(ElementType type, const uint8_t* in, int64_t count,

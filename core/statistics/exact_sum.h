@@ -142,7 +142,7 @@ class ExactSum {
     }
   }
 
-  // Of ToBytes. False where the limbs do not hold it.
+  // Reads the bytes of ToBytes. False if the limbs do not hold the sum.
   bool FromBytes(int shift, int width, const uint8_t* in) {
     limbs_.fill(0);
     if (width == 0) return true;

@@ -149,8 +149,8 @@ HWY_INLINE VectorExtremes<D> FoldInBlocks(D d, const VectorExtremes<D>& a,
           hn::Max(lower(a.max, b.max), upper(a.max, b.max))};
 }
 
-// Of four groups of `group` elements: lane i of every block has a part of group
-// i.
+// Extremes of four groups of `group` elements: lane i of every block has a part
+// of group i.
 template <ElementType kType, class D>
 HWY_INLINE VectorExtremes<D> ReduceFourGroups(D d,
                                               const uint8_t* HWY_RESTRICT in,
@@ -183,7 +183,7 @@ HWY_INLINE VectorExtremes<D> FoldHalves(D d, const VectorExtremes<D>& a,
                   hn::ConcatUpperUpper(d, b.max, a.max))};
 }
 
-// Of two vectors of two groups of blocks each, one vector.
+// Folds two vectors of two groups of blocks each into one vector.
 template <class D>
 HWY_INLINE VectorExtremes<D> FoldBlocks(const VectorExtremes<D>& a,
                                         const VectorExtremes<D>& b) {
@@ -193,8 +193,8 @@ HWY_INLINE VectorExtremes<D> FoldBlocks(const VectorExtremes<D>& a,
                   hn::OddEvenBlocks(b.max, hn::SwapAdjacentBlocks(a.max)))};
 }
 
-// Of Lanes(d) groups of `group` elements, in order. Requires: `group` is a
-// multiple of Lanes(d).
+// Extremes of Lanes(d) groups of `group` elements, in order. Requires: `group`
+// is a multiple of Lanes(d).
 template <ElementType kType, class D>
 HWY_INLINE VectorExtremes<D> ReduceGroups(D d, const uint8_t* HWY_RESTRICT in,
                                           int64_t group, Tally<D>& tally) {

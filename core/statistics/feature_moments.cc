@@ -93,7 +93,7 @@ struct MomentRun {
   bool outside = false;
 };
 
-// As a float32, to nearest even; finite elements stay finite.
+// Loads an element as a float32, to nearest even; finite elements stay finite.
 float LoadFloat(ElementType type, const uint8_t* in, int64_t index) {
   if (type != ElementType::kFloat64) return LoadElement<float>(type, in, index);
   const double x = LoadElement<double>(type, in, index);
@@ -131,7 +131,7 @@ bool AddRun(ElementType, MomentRun*) { return false; }
 
 #else
 
-// What is pending of the columns in a vector of doubles.
+// Pending sums of the columns in a vector of doubles.
 template <class D>
 struct Pending {
   hn::Vec<D> sum;
@@ -192,7 +192,7 @@ HWY_INLINE void AddRows(const MomentColumns& tile, const uint8_t* in,
     for (int64_t row = 0; row < rows; ++row) {
       AddVector(d, dd, LoadReals<kType>(d, from), window, divider0, divider1,
                 pending0, pending1, outside);
-      // Of the rows that come next, wherever they lie.
+      // Prefetches the rows that come next, wherever they lie.
       Prefetch(from + rows * tile.stride_bytes);
       from += tile.stride_bytes;
     }
@@ -394,10 +394,10 @@ struct FeatureMoments::Strip {
   // Features [begin, end).
   int64_t begin;
   int64_t end;
-  // Of the first element of the first feature.
+  // Address of the first element of the first feature.
   const uint8_t* in;
   int64_t rows;
-  // Of AddRuns: elements [first, first + count) of the tensor.
+  // For AddRuns: elements [first, first + count) of the tensor.
   int64_t first;
   int64_t count;
 };
@@ -427,7 +427,7 @@ int64_t FeatureMoments::MemoryBytes(int64_t feature_count) {
 void FeatureMoments::ChooseWindow(int64_t feature, float largest) {
   // Room for elements that are eight times as large.
   constexpr int kRoom = 3;
-  // Of features that are 0 so far.
+  // End of the window of features that are 0 so far.
   constexpr int kUsualEnd = 6;
   const int end =
       std::clamp(largest > 0 ? std::ilogb(largest) + 1 + kRoom : kUsualEnd,
@@ -490,7 +490,7 @@ void FeatureMoments::AddOutside(int64_t feature, float value) {
     adds_[feature] = 0;
   }
   ++adds_[feature];
-  // Of the sum's unit, 2^-149.
+  // Power of two above the sum's unit, 2^-149.
   const int shift = exponent - 1;
   totals.sum.Add(value < 0 ? -mantissa : mantissa, shift);
   totals.square_sum.Add(mantissa * mantissa, 2 * shift);

@@ -68,7 +68,7 @@ class FeatureMoments {
   void Update(const FeatureAxis& axis, ElementType type, int64_t first,
               int64_t count, const uint8_t* data, ThreadPool* pool);
 
-  // Adds those of features [first, first + other.feature_count()).
+  // Adds the moments of features [first, first + other.feature_count()).
   // Requires: there are so many features; no count passes kMaxCount.
   void Merge(const FeatureMoments& other, int64_t first = 0);
 
@@ -83,14 +83,14 @@ class FeatureMoments {
   double sum(int64_t feature) const;
   double square_sum(int64_t feature) const;
 
-  // Whether all features together have the sums of the elements in histograms,
+  // True if all features together have the sums of the elements in histograms,
   // to the last bit.
   // Requires: no histogram has more elements than MaxElementCount.
   bool AddUpTo(absl::Span<const Histogram> histograms) const;
 
-  // What the moments take in memory. Takes constant time.
+  // Bytes of memory that the moments take. Takes constant time.
   int64_t memory_bytes() const { return MemoryBytes(feature_count_); }
-  // Of that many features.
+  // Bytes of memory for that many features.
   static int64_t MemoryBytes(int64_t feature_count);
 
   // The moments as they are stored: the same elements give the same parts.
@@ -106,7 +106,7 @@ class FeatureMoments {
   static absl::StatusOr<FeatureMoments> FromParts(const Parts& parts);
 
  private:
-  // Of float32: the smallest is 2^-149, the largest below 2^128.
+  // Sums of float32: the smallest is 2^-149, the largest below 2^128.
   using Sum = ExactSum<-149, 11>;
   using SquareSum = ExactSum<-298, 20>;
   struct Totals {

@@ -46,7 +46,7 @@ constexpr int64_t kPairs = 16;
 constexpr int32_t kPlaneCode = 8191;
 static_assert(2 * kPairs * kPlaneCode * kPlaneCode <=
               std::numeric_limits<int32_t>::max());
-// What the plane of high codes counts.
+// The plane of high codes counts multiples of 2^kHighBits.
 constexpr int kHighBits = 13;
 static_assert(GramState::kMaxCode < kPlaneCode << kHighBits);
 // So far from overflowing that the rows that are put aside still fit.
@@ -57,8 +57,9 @@ static_assert(int64_t{GramState::kMaxCode} * GramState::kMaxCode <
 constexpr int64_t kCachedPairs = 64;
 // Panels on both sides of a task, which the L2 cache holds.
 constexpr int64_t kTaskPanels = 8;
-// An element that one plane does not hold is at least that times the step: a
-// tie goes to the even code above. The same of one that is limited.
+// An element that one plane does not hold is at least kTooLargeForPlane times
+// the step: a tie goes to the even code above. One that is limited is at least
+// kTooLarge times the step.
 constexpr float kTooLargeForPlane = kPlaneCode + 0.5f;
 constexpr float kTooLarge = GramState::kMaxCode + 0.5f;
 
@@ -234,7 +235,7 @@ void MultiplyTile(const int16_t* HWY_RESTRICT a, const int16_t* HWY_RESTRICT b,
                   int64_t pairs, int64_t* HWY_RESTRICT sums) {
   const hn::ScalableTag<int32_t> d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  // As many as there are registers for.
+  // Rows at a time: as many as there are registers for.
   constexpr int64_t kRows = HWY_TARGET == HWY_AVX3 ? 8 : 4;
   for (int64_t first = 0; first < pairs; first += kCachedPairs) {
     const int64_t count = std::min(kCachedPairs, pairs - first);

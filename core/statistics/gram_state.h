@@ -33,7 +33,7 @@ namespace quantd::core {
 // have larger ones are multiplied in two planes, which takes up to 4 times as
 // long.
 //
-// Where no element is limited, an entry G = q_ij * step_i * step_j is off by at
+// If no element is limited, an entry G = q_ij * step_i * step_j is off by at
 // most
 //
 //   step_i * step_j / 2 * (sqrt(r * q_ii) + sqrt(r * q_jj) + r / 2)
@@ -49,10 +49,10 @@ class GramState {
   // saw, at least.
   static constexpr int32_t kMaxCode = (1 << 20) - 1;
   static constexpr int64_t kMaxRows = int64_t{1} << 37;
-  // Of the smallest float32.
+  // Exponent of the smallest float32.
   static constexpr int kMinExponent = -149;
   static constexpr int kMaxExponent = 116;
-  // What a part is a multiple of where there are several.
+  // Unit of part sizes where there are several parts.
   static constexpr int64_t kPartUnit = 128;
   static constexpr int64_t kMaxPart = 8192;
 
@@ -115,7 +115,7 @@ class GramState {
   int64_t left_out_rows() const { return left_out_rows_; }
   // Elements of these rows that were limited.
   int64_t clipped() const { return clipped_; }
-  // Whether rows were dropped, since the squares of a feature had added up to
+  // True if rows were dropped, since the squares of a feature had added up to
   // more than 2^62: the state is of no use then. That takes 2^22 rows of the
   // largest codes.
   bool has_overflowed() const { return has_overflowed_; }
@@ -129,7 +129,7 @@ class GramState {
   // How far an entry is off at most, if no element was limited; see above.
   double ErrorBound(int64_t i, int64_t j) const;
 
-  // What the state takes in memory at most, between calls.
+  // Bytes of memory that the state takes at most, between calls.
   int64_t memory_bytes() const;
   static int64_t MemoryBytes(int64_t features, int64_t part_size);
 
@@ -144,7 +144,7 @@ class GramState {
     int64_t rows = 0;
     int64_t left_out_rows = 0;
     int64_t clipped = 0;
-    // Of each part the upper triangle, row by row: i <= j.
+    // Upper triangle of each part, row by row: i <= j.
     std::vector<int64_t> code_sums;
 
     // How many sums there are, also where code_sums is left out.
@@ -163,7 +163,7 @@ class GramState {
   // The larger codes of a row, which stand in both planes.
   // Returns how many elements were limited.
   int64_t StoreLargeCodes(const float* row, int64_t pending_row);
-  // Of features of one part, the place in sums_.
+  // Place in sums_ of two features of one part.
   size_t SumIndex(int64_t i, int64_t j) const;
   void Multiply(ThreadPool* pool, StopToken stop);
 
@@ -181,7 +181,7 @@ class GramState {
   std::vector<double> inverse_steps_double_;
   bool needs_doubles_ = false;
   bool has_overflowed_ = false;
-  // Of each part the tiles (I, J) with I <= J, [32, 32] each.
+  // Tiles (I, J) with I <= J of each part, [32, 32] each.
   LineVector<int64_t> sums_;
   // Codes of rows that are not in the sums yet, [panels, pairs of rows, 32
   // features, 2 rows]; empty if there are none. Codes beyond +-8191 are there

@@ -24,7 +24,7 @@ class HeldTensor {
   // The histogram of the elements of one scale index: the same that
   // TensorStatistics makes of them.
   Histogram HistogramOf(int64_t scale_index, int mantissa_bits) const;
-  // What that takes in memory while it is made.
+  // Bytes of memory that HistogramOf takes for its table.
   static int64_t TableBytes(const BlockLayout& layout, int mantissa_bits);
 
   // The type of the elements, and those of one scale index, in order: copies

@@ -31,7 +31,7 @@ constexpr int kMaxMantissaBits = 10;
 // The default m: 7 for one scale index, 5 up to 256, otherwise 3.
 int DefaultMantissaBits(int64_t scale_count);
 
-// What a bin keeps.
+// Count and moments that a bin keeps.
 struct HistogramBin {
   uint64_t count = 0;
   uint64_t low_sum = 0;
@@ -54,9 +54,9 @@ struct KeyedBin {
   HistogramBin bin;
 };
 
-// Where the elements of a bin lie.
+// Numbers that the elements of a bin can be.
 struct BinEdges {
-  // Of the smallest and the largest element that the bin can have, both of its
+  // The smallest and the largest element that the bin can have, both of its
   // sign; -0 does not occur.
   float low;
   float high;
@@ -88,8 +88,8 @@ class Histogram {
 
   // Adds `count` elements. NaN and infinities are left out; -0 counts as +0.
   void Add(const float* x, int64_t count);
-  // The same, by way of `table`, which is empty before and after and of the
-  // same mantissa bits.
+  // Adds `count` elements by way of `table`, which is empty before and after
+  // and of the same mantissa bits.
   void Add(const float* x, int64_t count, BinTable* table);
   // Adds what `table`, of the same mantissa bits, holds, and empties it.
   void Drain(BinTable* table);
@@ -109,8 +109,8 @@ class Histogram {
     Visit(visit);
   }
 
-  // What the histogram takes in memory, itself included. Depends on how the
-  // elements came as well.
+  // Bytes of memory that the histogram takes, itself included. Depends on how
+  // the elements came as well.
   int64_t memory_bytes() const;
 
   friend bool operator==(const Histogram& a, const Histogram& b);
@@ -127,7 +127,8 @@ class Histogram {
       absl::FunctionRef<void(uint32_t, const HistogramBin&)> visit) const;
   // Requires: room for them, all finite.
   void AppendValues(const float* x, int count);
-  // Whether `bin` could be kept as one or two elements, and is.
+  // Keeps `bin` as one or two elements. False, and does nothing, if it cannot
+  // be kept so.
   bool AppendBin(uint32_t key, const HistogramBin& bin);
   // Adds bins in ascending order of key that have `count` elements in all.
   template <typename Bin>
@@ -150,10 +151,10 @@ struct Moments {
   double square_sum = 0;
 };
 
-// Of the elements of a bin, each rounded once.
+// Moments of the elements of a bin, each rounded once.
 Moments BinMoments(const BinEdges& edges, const HistogramBin& bin);
-// Of all elements of a histogram: off by less than 1e-15 of the sum of |x|, and
-// of the sum of squares. The same on every machine.
+// Moments of all elements of a histogram: off by less than 1e-15 of the sum of
+// |x|, and of the sum of squares. The same on every machine.
 Moments HistogramMoments(const Histogram& histogram);
 
 }  // namespace quantd::core

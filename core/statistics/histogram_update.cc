@@ -24,7 +24,7 @@ constexpr int64_t kTileColumns = 16;
 
 }  // namespace
 
-// What a thread has at hand; used by one at a time.
+// Table and rows that a thread has at hand; used by one thread at a time.
 class HistogramUpdate::Worker {
  public:
   explicit Worker(HistogramUpdate* update)
@@ -55,13 +55,13 @@ class HistogramUpdate::Worker {
   // Calls `change(histogram)` under its lock and keeps the books.
   template <typename Function>
   void ChangeHistogram(int64_t scale_index, const Function& change);
-  // The same where the lock is held.
+  // Like ChangeHistogram, but the lock is held already.
   template <typename Function>
   void Change(int64_t scale_index, const Function& change);
 
   HistogramUpdate& update_;
   const BinTableLease lease_;
-  // Of what the table holds.
+  // Scale index of what the table holds.
   int64_t scale_index_ = 0;
   int64_t grown_bytes_ = 0;
   Rows rows_;
@@ -146,7 +146,7 @@ void HistogramUpdate::Worker::AddShortBlocks(const StatisticsRange& range,
   int64_t done = 0;
   int64_t i = row.scale_index;
   while (done < row.count) {
-    // Those under one lock.
+    // End of the scale indices that are under one lock.
     const int64_t end = (i / kNeighbours + 1) * kNeighbours;
     absl::MutexLock lock(&update_.MutexOf(i));
     for (; i < end && done < row.count; ++i) {

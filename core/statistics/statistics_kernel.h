@@ -31,14 +31,15 @@ struct StatisticsRange {
   const uint8_t* in;
 };
 
-// What one range adds. Its size follows the range, not the number of scales.
+// Statistics that one range adds. Their size follows the range, not the number
+// of scales.
 struct PartialStatistics {
   // The extremes of one scale index.
   struct Single {
     int64_t scale_index;
     Extremes extremes;
   };
-  // Those of scale indices [scale_index, scale_index + extremes.size()).
+  // Extremes of scale indices [scale_index, scale_index + extremes.size()).
   struct Segment {
     int64_t scale_index;
     std::vector<Extremes> extremes;

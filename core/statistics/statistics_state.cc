@@ -54,7 +54,7 @@ absl::Status CheckElementCounts(const StatisticsState& state,
         "the statistics are of ", total, " elements, expected a multiple of ",
         split_size, ", those of the dimensions that are split into blocks"));
   }
-  // Of the scale index, by dimension.
+  // Place of the scale index, by dimension.
   std::vector<int64_t> at(state.shape.size());
   for (int64_t i = 0; i < statistics.scale_count(); ++i) {
     int64_t expected = total / split_size;
@@ -250,7 +250,7 @@ absl::StatusOr<TensorStatistics> StatisticsAt(
   // An empty tensor may have no block left, of a dimension that is 0.
   const int64_t count =
       result.scale_count() == 0 ? 0 : state.statistics.scale_count();
-  // Of the scale index, by dimension.
+  // Place of the scale index, by dimension.
   std::vector<int64_t> at(rank);
   constexpr int64_t kAtOnce = 8;
   for (int64_t i = 0; i < count; ++i) {

@@ -33,10 +33,11 @@ struct StatisticsState {
   // The largest extent seen of each dimension.
   std::vector<int64_t> shape;
   TensorStatistics statistics{1};
-  // Of the rows along the last dimension. Only in what is contributed; merging
-  // states leaves it alone.
+  // Gram matrix of the rows along the last dimension. Only in what is
+  // contributed; merging states leaves it alone.
   absl::optional<GramState> gram = absl::nullopt;
-  // The same of the moments of features.
+  // Moments of features. Only in what is contributed; merging states leaves
+  // them alone.
   absl::optional<AxisMoments> moments = absl::nullopt;
 };
 
@@ -44,7 +45,7 @@ struct StatisticsState {
 // overflows.
 int64_t MaxElementCount(int mantissa_bits);
 
-// The same granularity in its one form: empty when every entry is 0.
+// Returns the granularity in its one form: empty when every entry is 0.
 std::vector<int64_t> CanonicalBlockSize(absl::Span<const int64_t> block_size);
 
 // Checks that the elements are those of whole tensors, or of slices: as many

@@ -254,8 +254,8 @@ void MergeExtremes(const Extremes* from, int64_t count, Extremes* to) {
   MergeExtremesScalar(from + done, count - done, to + done);
 }
 
-// Of a [rows, columns] matrix the extremes of each of up to kTileColumns
-// columns, where some elements are not finite.
+// Extremes of each of up to kTileColumns columns of a [rows, columns] matrix in
+// which some elements are not finite.
 template <ElementType kType>
 HWY_NOINLINE void ReduceColumnsSpecial(const uint8_t* HWY_RESTRICT in,
                                        int64_t stride_bytes, int64_t rows,
@@ -296,8 +296,8 @@ HWY_NOINLINE void ReduceColumnsSpecial(const uint8_t* HWY_RESTRICT in,
   }
 }
 
-// The same where all are finite. Returns whether they are: otherwise nothing
-// was counted, and the extremes are wrong.
+// Like ReduceColumnsSpecial, but for elements that are all finite. Returns true
+// if they are: otherwise nothing was counted, and the extremes are wrong.
 template <ElementType kType>
 bool ReduceColumns(const uint8_t* HWY_RESTRICT in, int64_t stride_bytes,
                    int64_t rows, int64_t columns, Real<kType>* HWY_RESTRICT min,

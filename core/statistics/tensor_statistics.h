@@ -1,4 +1,4 @@
-// What a tensor is made of: extremes and, if asked for, a histogram per scale
+// Statistics of a tensor: extremes and, if asked for, a histogram per scale
 // index, and counts.
 
 #ifndef QUANTD_CORE_STATISTICS_TENSOR_STATISTICS_H_
@@ -56,8 +56,8 @@ class TensorStatistics {
   // Requires: the same scale count and mantissa bits.
   void Merge(const TensorStatistics& other);
 
-  // The same elements in `scale_count` larger blocks, which MergeScaleIndex has
-  // yet to fill.
+  // Returns the same elements in `scale_count` larger blocks, which
+  // MergeScaleIndex has yet to fill.
   TensorStatistics Outline(int64_t scale_count) const;
   // Counts and extremes alone, at 0 mantissa bits.
   TensorStatistics WithoutHistograms() const;
@@ -73,7 +73,7 @@ class TensorStatistics {
   absl::Span<const Extremes> extremes() const { return extremes_; }
   // Over all scale indices.
   Extremes overall() const;
-  // Whether an element of that scale index was NaN or infinite.
+  // True if an element of that scale index was NaN or infinite.
   bool has_non_finite(int64_t scale_index) const;
 
   // 0 when there are no histograms.
@@ -81,7 +81,7 @@ class TensorStatistics {
   // [scale_count], or empty.
   absl::Span<const Histogram> histograms() const { return histograms_; }
 
-  // What the statistics take in memory. Takes constant time.
+  // Bytes of memory that the statistics take. Takes constant time.
   int64_t memory_bytes() const;
 
   // The parts of a state that was serialized.

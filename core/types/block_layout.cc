@@ -162,8 +162,8 @@ BlockLayout::ScaleRange BlockLayout::ScaleBounds(int64_t first,
     rest_low /= dimensions_[d].size;
     rest_high /= dimensions_[d].size;
   }
-  // Where the first and the last element part, the elements between them have
-  // all indices between theirs.
+  // Outermost dimension in which the first and the last element part. In it,
+  // the elements between them have all indices between theirs.
   size_t parting = 0;
   while (parting + 1 < rank && low[parting] == high[parting]) ++parting;
   ScaleRange bounds = {0, 1};

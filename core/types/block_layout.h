@@ -60,8 +60,8 @@ class BlockLayout {
   // or at the tensor's end, have no scale in common. At least 1.
   int64_t band_size() const;
 
-  // The same tensor for an encoding that has only the scales from `first_scale`
-  // on: runs and rows count scale indices from there.
+  // Returns the layout of the same tensor for an encoding that has only the
+  // scales from `first_scale` on: runs and rows count scale indices from there.
   BlockLayout Window(int64_t first_scale) const;
   // 0 unless this is a window.
   int64_t first_scale() const { return first_scale_; }
@@ -94,7 +94,7 @@ class BlockLayout {
   int64_t largest_block() const;
   // Elements that follow each other and use the same scale, within a row.
   int64_t row_block() const { return dimensions_.back().block; }
-  // Whether all rows use the same scales.
+  // True if all rows use the same scales.
   bool rows_share_scales() const {
     const Dimension& row = dimensions_.back();
     return scale_count_ == (row.size + row.block - 1) / row.block;
@@ -108,7 +108,7 @@ class BlockLayout {
     bool Next(Row* row);
 
    private:
-    // Where position_ is in a collapsed dimension and in its block.
+    // Place of position_ in a collapsed dimension, and in a block of that.
     struct Coordinate {
       int64_t index;
       int64_t offset;
@@ -117,9 +117,9 @@ class BlockLayout {
     const BlockLayout& layout_;
     int64_t position_;
     int64_t end_;
-    // Of the row's first element.
+    // Scale index of the row's first element.
     int64_t scale_index_;
-    // Of the dimensions but the innermost, whose index is column_.
+    // Place in each dimension but the innermost, whose index is column_.
     absl::InlinedVector<Coordinate, 4> coordinates_;
     int64_t column_ = 0;
   };
@@ -129,14 +129,14 @@ class BlockLayout {
    public:
     // Requires: 0 <= scale_index < scale_count(); element_count() > 0.
     BlockCursor(const BlockLayout& layout, int64_t scale_index);
-    // Of all elements.
+    // Number of elements in all rows.
     int64_t count() const { return count_; }
     // Elements [*begin, *begin + *count) of a row, in order; false when there
     // are no more.
     bool Next(int64_t* begin, int64_t* count);
 
    private:
-    // Of the block in a collapsed dimension but the innermost.
+    // Extent of the block in a collapsed dimension other than the innermost.
     struct Extent {
       int64_t size;
       int64_t stride;  // elements from one index to the next

@@ -39,7 +39,8 @@ struct Encoding {
   // One per scale index, row-major. What quantizing computes with; where the
   // scale type has codes they follow from those, see DeriveScales.
   std::vector<float> scale;
-  // As many as scales, or none: all 0. Integer formats only; all 0 with int32.
+  // Zero points: as many as scales, or none if all are 0. Integer formats only;
+  // all 0 with int32.
   std::vector<int32_t> zero_point;
   // Zero points between codes, in place of those: as many as scales, or none.
   // Integer formats other than int32.
@@ -56,9 +57,9 @@ struct Encoding {
   int64_t degenerate_count = 0;
   // Never kDefault in a valid encoding.
   ScaleType scale_type = ScaleType::kFloat32;
-  // Where HasScaleCodes: one per scale index.
+  // Codes of the scales, one per scale index, where HasScaleCodes.
   std::vector<uint8_t> scale_code;
-  // Where HasOuterScales: one per outer scale index.
+  // Outer scales, one per outer scale index, where HasOuterScales.
   std::vector<float> outer_scale;
   // In elements of the tensor; empty for one outer scale.
   std::vector<int64_t> outer_block_size;
@@ -77,7 +78,7 @@ inline bool HasZeroPoints(const Encoding& encoding) {
   return !encoding.zero_point.empty() || !encoding.real_zero_point.empty();
 }
 
-// Of a scale index, as a number of either kind; 0 where there are none.
+// Zero point of a scale index, as a number of either kind; 0 if there are none.
 inline double ZeroPointAt(const Encoding& encoding, int64_t index) {
   if (!encoding.real_zero_point.empty()) return encoding.real_zero_point[index];
   return encoding.zero_point.empty() ? 0 : encoding.zero_point[index];
@@ -109,8 +110,8 @@ absl::Span<const float> CodebookOf(const Encoding& encoding);
 //                       scale_shape with more than one outer scale
 absl::Status ValidateEncoding(const Encoding& encoding);
 
-// The same of everything but scales, zero points and outer scales, of which it
-// has none yet.
+// Like ValidateEncoding, but for an encoding that has no scales, zero points or
+// outer scales yet: checks everything else.
 // `has_zero_points`  some will come.
 absl::Status ValidateWithoutScales(const Encoding& encoding,
                                    bool has_zero_points);
@@ -129,7 +130,7 @@ absl::Status CheckOuterScale(int64_t index, float outer_scale);
 // Requires: an integer format.
 absl::Status CheckZeroPoint(const Encoding& encoding, int64_t index,
                             int32_t zero_point);
-// The same of a real one, at "real_zero_point".
+// Like CheckZeroPoint, but for a real zero point, at "real_zero_point".
 absl::Status CheckRealZeroPoint(const Encoding& encoding, int64_t index,
                                 float zero_point);
 

@@ -1,4 +1,4 @@
-// What an encoding takes in memory.
+// The memory that an encoding takes.
 
 #ifndef QUANTD_CORE_TYPES_ENCODING_MEMORY_H_
 #define QUANTD_CORE_TYPES_ENCODING_MEMORY_H_
@@ -22,14 +22,14 @@ inline int64_t MemoryBytes(const Encoding& encoding) {
          bytes(encoding.codebook) + bytes(encoding.scale_shape);
 }
 
-// What each scale of an encoding takes of that.
+// Bytes that each scale of an encoding takes of MemoryBytes.
 inline int64_t MemoryPerScale(ScaleType scale_type, bool has_zero_points) {
   return static_cast<int64_t>(sizeof(float) +
                               (has_zero_points ? sizeof(int32_t) : 0)) +
          (HasScaleCodes(scale_type) ? 1 : 0);
 }
 
-// The most that it is.
+// Most that MemoryPerScale returns.
 constexpr int64_t kMostMemoryPerScale =
     sizeof(float) + sizeof(int32_t) + sizeof(uint8_t);
 

@@ -81,7 +81,7 @@ HWY_INLINE void Widen(ElementType type, const uint8_t* HWY_RESTRICT in,
   for (; i < count; ++i) out[i] = LoadElement<float>(type, in, i);
 }
 
-// Whether StoreNarrow takes the type.
+// True if StoreNarrow takes the type.
 constexpr bool CanStoreNarrow(ElementType type) {
   return type == ElementType::kBfloat16 ||
          (type == ElementType::kFloat16 && QUANTD_HAS_F16 != 0);

@@ -31,9 +31,9 @@ void ReserveScales(int64_t scale_count, bool has_zero_points,
 // codes, from which DeriveScales makes scales.
 // Requires: a whole number of them; a valid format and scale type.
 void AppendScales(absl::Span<const uint8_t> bytes, Encoding* encoding);
-// The same to its zero points.
+// Appends what the bytes stand for to the encoding's zero points.
 void AppendZeroPoints(absl::Span<const uint8_t> bytes, Encoding* encoding);
-// The same to its outer scales.
+// Appends what the bytes stand for to the encoding's outer scales.
 void AppendOuterScales(absl::Span<const uint8_t> bytes, Encoding* encoding);
 
 // Appends all that `from` has of scales, scale codes and zero points.

@@ -199,7 +199,8 @@ void ScaleWindow::Drop(int64_t first, int64_t keep) {
   const int64_t begin = std::min(
       {layout_.ScaleBounds(first, element_end_ - first).first, keep, end()});
   const int64_t count = begin - layout_.first_scale();
-  // What goes is at least as much as what has to be moved.
+  // Drops scales only if they are at least as many as those that have to be
+  // moved.
   if (count <= 0 || count * 2 < static_cast<int64_t>(encoding_.scale.size())) {
     return;
   }

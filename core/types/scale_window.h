@@ -40,8 +40,8 @@ class ScaleWindow {
   // Errors: SCALE_COUNT (gaps, too many, parts of a scale, another number of
   // zero points, no outer scale), SCALE_INVALID, ZERO_POINT_RANGE.
   absl::Status Append(const Bytes& bytes);
-  // The same of scales that need no check: all of `scales`, which has no outer
-  // scales but those that are here.
+  // Takes all of `scales` as the next scales, without a check. `scales` has no
+  // outer scales but those that are here.
   void Append(const Encoding& scales);
 
   // Makes room for all scales that are needed.
@@ -63,7 +63,7 @@ class ScaleWindow {
   int64_t first_outer() const { return first_outer_; }
   // Scale indices that the elements to work on use, the bounds of them.
   const BlockLayout::ScaleRange& needed() const { return needed_; }
-  // What `scale_count` more of them take in memory.
+  // Bytes of memory that the scales take with `scale_count` more of them.
   int64_t MemoryBytes(int64_t scale_count) const;
 
   const Encoding& encoding() const { return encoding_; }

@@ -24,7 +24,7 @@ struct TensorSlice {
   std::vector<int64_t> offset;
   std::vector<int64_t> shape;
 
-  // Whether it has all of that dimension.
+  // True if the slice has all of that dimension.
   bool HasWhole(size_t dimension) const {
     return shape[dimension] == global_shape[dimension];
   }
@@ -40,14 +40,15 @@ struct TensorSlice {
 // whole, or what ElementCount refuses.
 absl::Status CheckSlice(const TensorSlice& slice);
 
-// Whether no block of the whole lies in the slice only in part, but along
-// dimensions of which every block has all.
+// Checks that no block of the whole lies in the slice only in part, except
+// along dimensions of which every block has all.
 // Requires: a valid slice; a block size that is valid for the whole.
 // Errors: BLOCK_SIZE_INVALID.
 absl::Status CheckCutsNoBlock(const TensorSlice& slice,
                               absl::Span<const int64_t> block_size);
 
-// The same, and blocks along the other dimensions have to lie in it as well.
+// Like CheckCutsNoBlock, but blocks along those other dimensions have to lie in
+// the slice as well.
 // Errors: BLOCK_SIZE_INVALID.
 absl::Status CheckHasWholeBlocks(const TensorSlice& slice,
                                  absl::Span<const int64_t> block_size);
@@ -57,8 +58,8 @@ absl::Status CheckHasWholeBlocks(const TensorSlice& slice,
 TensorSlice BlocksOf(const TensorSlice& slice,
                      absl::Span<const int64_t> block_size);
 
-// Of values that the whole has for each of its blocks, in row-major order, or
-// of none, those of the slice's.
+// Returns the values of the slice's blocks, out of those that the whole has for
+// each of its blocks in row-major order; none out of none.
 // Requires: CheckCutsNoBlock; as many values as blocks.
 template <typename T>
 std::vector<T> CutToSlice(const TensorSlice& slice,
@@ -89,7 +90,7 @@ void TensorSlice::ForEachRange(int64_t first, int64_t count,
   }
   const int64_t row_size = shape[cut - 1] * inner;
   const int64_t end = first + count;
-  // Of the row, by dimension.
+  // Position of the row, by dimension.
   absl::InlinedVector<int64_t, 8> at(cut - 1);
   int64_t rest = first / row_size;
   for (size_t d = cut - 1; d-- > 0;) {

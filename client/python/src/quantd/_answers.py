@@ -1,4 +1,4 @@
-"""Whether an answer is one to what was asked."""
+"""Checks that an answer is one to what was asked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def _name_text(name: Any) -> str:
 
 
 def check_name(expected: Any, got: Any) -> None:
-    """Of two TensorNames of proto/. Raises: RESPONSE_MALFORMED."""
+    """Checks one of two TensorNames of proto/ against the other. Raises:
+    RESPONSE_MALFORMED."""
     _expect("tensor", _name_text(expected), _name_text(got))
 
 
@@ -125,7 +126,7 @@ def check_header(asked: Any, wants_encoding: bool, got: Any) -> None:
 
 
 def may_be_in_chunks(asked: Any) -> bool:
-    """Whether an answer to that header may leave out the scales."""
+    """True if an answer to that header may leave out the scales."""
     return bool(getattr(asked, "scales_in_chunks", False)) or (
         asked.WhichOneof("encoding_source") == "encoding" and
         asked.encoding.scales_in_chunks)

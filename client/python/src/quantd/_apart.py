@@ -1,4 +1,4 @@
-"""What is safe from interrupts: calls into gRPC, and waiting."""
+"""Work that is safe from interrupts: calls into gRPC, and waiting."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import threading
 import types
 from typing import Any, Callable, Optional
 
-# What a thread takes: a function and where its result goes, as (value, None) or
-# (None, error).
+# Queue of the jobs that a thread takes: a function and where its result goes,
+# as (value, None) or (None, error).
 _Jobs = queue.SimpleQueue[tuple[Callable[[], Any], "queue.SimpleQueue[Any]"]]
 
-# Of the threads that have nothing to do; one but for interrupts.
+# Queues of the threads that have nothing to do; one but for interrupts.
 _idle: list[_Jobs] = []
 
 if hasattr(os, "register_at_fork"):

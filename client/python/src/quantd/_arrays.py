@@ -41,8 +41,9 @@ def as_bytes(array: Array) -> Array:
 
 
 def named(array: Array, dtype: str) -> Array:
-    """The same memory as bits of a type that numpy does not have, by the name
-    of safetensors. Slices and copies keep it, others of numpy do not."""
+    """Returns the same memory as bits of a type that numpy does not have, by
+    the name of safetensors. Slices and copies keep it, others of numpy do
+    not."""
     # Types of numpy leave out the metadata.
     dtype_of: Any = np.dtype
     bits: Array = array.view(dtype_of(array.dtype.str,
@@ -58,8 +59,7 @@ def name_of(array: Array) -> Optional[str]:
 
 
 def is_torch(array: Any) -> bool:
-    """Whether it is a tensor of torch, which nobody has who did not import
-    that."""
+    """True for a tensor of torch, which nobody has who did not import that."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
 
@@ -96,7 +96,7 @@ def to_numpy(array: Any) -> tuple[Array, Optional[str]]:
     except (TypeError, ValueError, RuntimeError) as error:
         raise errors.argument_invalid(f"expected an array: {error}", "array"
                                       ) from error
-    # That of ml_dtypes, which JAX uses.
+    # The bfloat16 of ml_dtypes, which JAX uses.
     if array.dtype.name == "bfloat16":
         return array.view(np.uint16), "bfloat16"
     return array, "bfloat16" if name_of(array) == "BF16" else None
@@ -182,5 +182,5 @@ def output(out: Any) -> Optional[Array]:
 
 
 def element_type_of(name: str) -> Any:
-    """Of proto/. Raises: ARGUMENT_INVALID."""
+    """Number of an element type in proto/. Raises: ARGUMENT_INVALID."""
     return ELEMENT_TYPES.value(name)

@@ -21,7 +21,7 @@ _BALANCING = """{"loadBalancingConfig": [{"round_robin": {}}],
 # Metadata of a call whose server is to send an empty message every few seconds
 # while it works on a tensor: a search may take longer than it may be silent.
 PROGRESS = ("quantd-progress", "1")
-# Where a server listens that was told nothing else.
+# Port of a server that was told no other.
 _PORT = "8430"
 
 # gRPC's threads do not survive a fork, so that calls of the child would wait
@@ -31,7 +31,7 @@ _SURVIVES_FORK = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "").lower() in (
 
 
 class _Process:
-    """Whether gRPC runs here, and whether it ran in the parent."""
+    """State of gRPC: if it runs here, and if it ran in the parent."""
 
     has_channel = False
     is_forked = False
@@ -46,7 +46,7 @@ if hasattr(os, "register_at_fork") and not _SURVIVES_FORK:
 
 
 def is_forked() -> bool:
-    """Whether the channels that there are belong to another process."""
+    """True if the channels that there are belong to another process."""
     return _Process.is_forked
 
 

@@ -91,7 +91,8 @@ def read(path: str, tensors: Mapping[str, FileTensor]) -> list[Part]:
 
 def read_each(path: str, tensors: Mapping[str, FileTensor]
               ) -> tuple[list[Part], dict[str, errors.QuantdError]]:
-    """The same, and what is wrong of tensors that are not read, by name.
+    """Reads like read(), and tells what is wrong of tensors that are not read,
+    by name.
 
     Raises: FILE_MALFORMED for the configuration.
     """
@@ -119,7 +120,7 @@ def read_each(path: str, tensors: Mapping[str, FileTensor]
 
 def read_compressed(folder: str, tensors: Mapping[str, FileTensor],
                     metadata: Mapping[str, str]) -> list[Part]:
-    """The same of a compressed-tensors model."""
+    """Reads the tensors of a compressed-tensors model."""
     model = _compressed.Model(folder, tensors, metadata)
     parts = []
     for name, names in model.names().items():
@@ -154,7 +155,7 @@ def _config_of(path: str) -> dict[str, Any]:
 
 
 def _may_be_codes(tensor: FileTensor) -> bool:
-    """Whether a tensor that nobody decoded has the type of codes, or the name
+    """True if a tensor that nobody decoded has the type of codes, or the name
     of their scales."""
     if tensor.dtype in _CODES:
         # A bias of two dimensions is a mask.
@@ -164,7 +165,7 @@ def _may_be_codes(tensor: FileTensor) -> bool:
 
 
 def _is_of_scales(name: str) -> bool:
-    """Whether a name is one of scales, whoever wrote it. That of logits is a
+    """True if a name is one of scales, whoever wrote it. That of logits is a
     parameter."""
     return name != "logit_scale" and any(
         word in name.lower() for word in ("scal", "amax", "absmax", "quant"))
@@ -188,7 +189,7 @@ class _ScaleFinder:
         """The name of the tensor that may be the scale of this one."""
         module, dot, last = name.rpartition(".")
         for found in self._of_scales.get(module + dot, ()):
-            # What norms call their scale is not that of their bias.
+            # A scale of norms is not the scale of their bias.
             if found != name and not last.endswith("bias"):
                 return found
         # A weight has all of its module.
@@ -230,15 +231,16 @@ class _Reader:
         self._group = self._integer(config, "group_size", "q_group_size")
         self._version = str(config.get("version") or "").lower()
         self._format = str(config.get("checkpoint_format") or "").lower()
-        # Of AutoRound.
+        # Packing of AutoRound.
         self._packing = str(config.get("packing_format") or "").lower()
-        # Of GPTQModel, by regular expressions, and of AutoRound, by names: some
-        # modules have other bits and groups than these.
+        # Exceptions of GPTQModel, by regular expressions, and of AutoRound, by
+        # names: some modules have other bits and groups than these.
         self._is_mixed = any(isinstance(config.get(key), dict) and config[key]
                              for key in ("dynamic", "extra_config"))
-        # Of AWQ: without zero points.
+        # AWQ without zero points.
         self._is_symmetric = config.get("zero_point") is False
-        # Then one without them is not what it stands for.
+        # If some floats have scales, one without them is not what it stands
+        # for.
         self._has_scaled_floats = any(
             tensor.dtype in ("F8_E4M3", "F8_E5M2") and (
                 name + "_scale" in tensors or name + "_scale_inv" in tensors)
@@ -261,7 +263,7 @@ class _Reader:
 
     def read_one(self, tensor: FileTensor, names: set[str]
                  ) -> Optional[Part]:
-        """What the tensor is, if it has codes; `names` are those of the
+        """Reads what the tensor is, if it has codes; `names` are those of the
         earlier ones."""
         part = self._read(tensor)
         if part is None:
@@ -312,8 +314,8 @@ class _Reader:
         return self._malformed(name, f"expected {what}, got {_told(got)}")
 
     def _scales(self, name: str, scale: FileTensor) -> Array:
-        """As float32. Raises: FILE_MALFORMED for one that is negative or not
-        finite."""
+        """Scales as float32. Raises: FILE_MALFORMED for one that is negative or
+        not finite."""
         found = _reals(scale)
         wrong = np.flatnonzero(~((found >= 0) & np.isfinite(found)))
         if wrong.size:
@@ -403,7 +405,7 @@ class _Reader:
             return lambda array: array.reshape(())
         if len(shape) > 3 and not is_power and count == shape[0] and (
                 found[0] == count):
-            # Of a convolution, whose first dimension is that of its outputs.
+            # A convolution: its first dimension is that of its outputs.
             return lambda array: array.reshape(
                 count, *(1 for _ in shape[1:]))
         if not count or count % matrices:
@@ -619,7 +621,7 @@ class _Reader:
             raise self._expected(name, f"{order.name} of I32 [{inputs}]", order)
         found = order.array()
         if count > 1 and not found.any():
-            # What it was allocated with.
+            # It has the zeros that it was allocated with.
             return np.arange(inputs) // size
         wrong = found[(found < 0) | (found >= count)]
         if wrong.size:
@@ -639,7 +641,7 @@ def _nibbles(codes: FileTensor) -> Array:
 
 
 def _unpack(words: Array, bits: int, count: int, is_awq: bool) -> Array:
-    """Of each row of int32 the first `count` codes."""
+    """First `count` codes of each row of int32."""
     codes = _compressed.unpack_rows(words, bits, count).astype(np.int16)
     codes += 1 << bits - 1
     if is_awq:

@@ -50,7 +50,7 @@ class Upload:
         self._scales = scale_messages(encodings, header, element_type)
 
     def messages(self, array: Any) -> Iterator[bytes]:
-        """Those of the next array. Raises: ARGUMENT_INVALID."""
+        """Messages of the next array. Raises: ARGUMENT_INVALID."""
         data = (_arrays.codes(array, self._format)
                 if self._element_type is None else
                 _arrays.reals(array, self._element_type).data)
@@ -71,7 +71,7 @@ class Upload:
             self._sent_bytes += len(part)
 
     def end(self) -> Iterator[bytes]:
-        """What is left to send after the last array. Raises:
+        """Messages that are left to send after the last array. Raises:
         ARGUMENT_INVALID."""
         if self._size_bytes is not None and (
                 self._sent_bytes != self._size_bytes):
@@ -296,7 +296,7 @@ class ChunkedCall:
 
 
 class Parts(Generic[Summary]):
-    """What is known of an output that comes in parts."""
+    """Facts that are known of an output that comes in parts."""
 
     def __init__(self, download: Download) -> None:
         self._download = download
@@ -320,7 +320,7 @@ class Parts(Generic[Summary]):
 
     @property
     def etag(self) -> str:
-        """Of the encoding when it came from the store or went there; empty
+        """Etag of the encoding when it came from the store or went there; empty
         before the first part."""
         header = self._download.header
         return str(header.etag) if header is not None else ""
@@ -416,7 +416,7 @@ class DequantizedChunks(DequantizedParts, Chunks[int]):
 
 def quantize_download(asked: Any, encodings: Mapping[int, Encoding]
                       ) -> Download:
-    """Of Quantize, which is asked for a large encoding in chunks."""
+    """Download of Quantize, which is asked for a large encoding in chunks."""
     ask_for_chunks(asked)
     return Download(asked, qs.QuantizeResponseHeader, qs.QuantizeSummary,
                     encodings=encodings)
@@ -424,20 +424,20 @@ def quantize_download(asked: Any, encodings: Mapping[int, Encoding]
 
 def dequantize_download(asked: Any, encodings: Mapping[int, Encoding]
                       ) -> Download:
-    """Of Dequantize."""
+    """Download of Dequantize."""
     return Download(asked, qs.DequantizeResponseHeader, qs.DequantizeSummary,
                     encodings=encodings)
 
 
 def calibrate_download(asked: Any) -> Download:
-    """Of Calibrate."""
+    """Download of Calibrate."""
     return Download(asked, None, qs.CalibrateSummary,
                     _answers.check_calibrate)
 
 
 def evaluate_download(asked: Any, encodings: Mapping[int, Encoding]
                       ) -> Download:
-    """Of Evaluate."""
+    """Download of Evaluate."""
     return Download(asked, None, qs.EvaluateSummary,
                     _answers.check_evaluate, encodings)
 

@@ -29,7 +29,7 @@ _CACHE_SCALES = {".k_proj": ".k_scale", ".v_proj": ".v_scale"}
 
 
 _SECTIONS = ("quantization_config", "compression_config")
-# Where a config.json has that of a language model.
+# Keys under which a config.json may have that of a language model.
 _MODELS = ("text_config", "llm_config", "language_config")
 
 
@@ -46,7 +46,8 @@ def quantization_in(document: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def method_of(folder: str) -> str:
-    """What config.json says of how a model is quantized, empty where nothing.
+    """Method that config.json names for how a model is quantized, empty if it
+    names none.
 
     Raises: FILE_UNREADABLE, FILE_MALFORMED.
     """
@@ -85,9 +86,9 @@ class Model:
                                       "no group of config.json targets it")
 
     def _check_config(self, config: Mapping[str, Any]) -> None:
-        """Whether the codes stand for the weights as they were: not for rotated
-        ones, and not for those that are not zero alone. Both sections may be
-        there all the same."""
+        """Checks that the codes stand for the weights as they were: not for
+        rotated ones, and not for those that are not zero alone. Both sections
+        may be there all the same."""
         transforms = config.get("transform_config")
         if transforms.get("config_groups") if isinstance(
                 transforms, dict) else transforms is not None:
@@ -102,7 +103,7 @@ class Model:
                 "are not read")
 
     def names(self) -> dict[str, list[str]]:
-        """Of the quantized tensors, and what each is made of."""
+        """Names of the quantized tensors, and of what each is made of."""
         return {module + ".weight": [
             part for part in self._parts(module) if part in self._tensors]
                 for module in self._schemes}
@@ -116,7 +117,7 @@ class Model:
                 yield module[:-len(suffix)] + scale
 
     def format_of(self, name: str) -> str:
-        """Of a quantized tensor."""
+        """Format of a quantized tensor."""
         module = name[:-len(".weight")]
         scheme = self._schemes[module]
         if scheme.get("type") == "float":
@@ -133,7 +134,7 @@ class Model:
         return f"int{bits}"
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Of a quantized tensor. Raises: FILE_MALFORMED."""
+        """Shape of a quantized tensor. Raises: FILE_MALFORMED."""
         module = name[:-len(".weight")]
         if name in self._tensors:
             return self._tensors[name].shape
@@ -272,8 +273,9 @@ class Model:
                 f"bits for each of {list(shape)}")
         row_bytes, rest = divmod(shape[1] * bits, 8)
         if format_info(format_name).storage_bits == bits and not rest:
-            # As in a QuantizedTensor but for the sign: less 2^(bits - 1) is the
-            # highest bit of each the other way round.
+            # The bytes are those of a QuantizedTensor but for the sign: taking
+            # away 2^(bits - 1) turns the highest bit of each code the other way
+            # round.
             rows = packed.bytes().reshape(shape[0], 4 * packed.shape[1])
             signs = sum(1 << bits * n - 1 for n in range(1, 8 // bits + 1))
             codes: Array = rows[:, :row_bytes] ^ np.uint8(signs)
@@ -405,7 +407,7 @@ def _targets(target: str, module: str, path: str) -> bool:
 
 def _is_padded(packed: FileTensor, shape: tuple[int, ...], bits: int,
                fits: bool) -> bool:
-    """Whether no code lies in two words. `fits` says whether the shape is that
+    """True if no code lies in two words. `fits` says whether the shape is that
     of codes without gaps too: then the bits that would be padding tell."""
     per_word = 32 // bits
     if packed.shape != (shape[0], -(-shape[1] // per_word)):
@@ -418,8 +420,8 @@ def _is_padded(packed: FileTensor, shape: tuple[int, ...], bits: int,
 
 
 def unpack_rows(words: Array, bits: int, count: int) -> Array:
-    """Of each row of int32 the first `count` values of so many bits, lowest
-    bits first, less 2^(bits - 1)."""
+    """First `count` values of so many bits of each row of int32, lowest bits
+    first, less 2^(bits - 1)."""
     rows = len(words)
     offset = 1 << bits - 1
     values = np.empty((rows, count), np.int8)

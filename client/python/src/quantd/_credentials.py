@@ -1,4 +1,5 @@
-"""What a client shows to a server, and what it wants to see."""
+"""Credentials that a client shows to a server, and those that it wants to
+see."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def _read(path: str, field: str) -> bytes:
 
 
 def is_local(target: str) -> bool:
-    """Whether everything behind a target is on this machine."""
+    """True if everything behind a target is on this machine."""
     if target.startswith("unix:"):
         return True
     addresses = re.sub(r"^(dns:(///)?|ipv4:|ipv6:)", "", target).split(",")
@@ -79,7 +80,7 @@ class TokenFile:
                 try:
                     self._token = self._read()
                 except errors.QuantdError:
-                    # What was there stays.
+                    # The token that was there stays.
                     pass
             return ("authorization", "Bearer " + self._token)
 
@@ -87,7 +88,7 @@ class TokenFile:
 def token_of(path: Optional[str], target: str,
              credentials: Optional[grpc.ChannelCredentials]
              ) -> Optional[TokenFile]:
-    """That of a client to a target. Raises: ARGUMENT_INVALID."""
+    """Token file of a client to a target. Raises: ARGUMENT_INVALID."""
     if path is None:
         return None
     if credentials is None and not is_local(target):

@@ -1,5 +1,5 @@
-"""What states at the edge are made of, for arrays of numpy. Its counterpart
-for torch has the same functions."""
+"""Functions that states at the edge are made of, for arrays of numpy. The
+counterpart for torch has the same functions."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class NumpyKernels:
 
     @staticmethod
     def to_float32(array: Array) -> Array:
-        """Those beyond its range become its largest; others that are not
-        finite may become anything."""
+        """Converts to float32. Elements beyond its range become its largest;
+        others that are not finite may become anything."""
         if array.dtype == np.float64:
             array = np.clip(array, -_FLOAT32_MAX, _FLOAT32_MAX)
         return array.astype(np.float32, copy=False)
@@ -45,7 +45,7 @@ class NumpyKernels:
 
     @staticmethod
     def is_all(mask: Array) -> bool:
-        """Whether all of it is true."""
+        """True if all of the mask is true."""
         return bool(mask.all())
 
     @staticmethod
@@ -55,27 +55,27 @@ class NumpyKernels:
 
     @staticmethod
     def or_else(array: Array, finite: Optional[Array], other: float) -> Array:
-        """What is not finite becomes `other`."""
+        """Replaces what is not finite by `other`."""
         return array if finite is None else np.where(
             finite, array, array.dtype.type(other))
 
     @staticmethod
     def smallest(array: Array, axis: int, block: int) -> Array:
-        """Of each block along the axis; 0: of all."""
+        """Smallest element of each block along the axis; 0: of all."""
         return np.minimum.reduceat(
             array, np.arange(0, array.shape[axis], block or array.shape[axis]),
             axis=axis)
 
     @staticmethod
     def largest(array: Array, axis: int, block: int) -> Array:
-        """Of each block along the axis; 0: of all."""
+        """Largest element of each block along the axis; 0: of all."""
         return np.maximum.reduceat(
             array, np.arange(0, array.shape[axis], block or array.shape[axis]),
             axis=axis)
 
     @staticmethod
     def keys(floats: Array, mantissa_bits: int) -> tuple[Array, Array]:
-        """Of each element its key and its low bits; see Histogram."""
+        """Key and low bits of each element; see Histogram."""
         bits = floats.view(np.uint32).astype(np.int64)
         bits[bits == _SIGN] = 0
         shift = 23 - mantissa_bits
@@ -84,8 +84,8 @@ class NumpyKernels:
 
     @staticmethod
     def powers(floats: Array) -> tuple[Array, Array]:
-        """Of each element the sign and the power of two that its mantissa is
-        multiplied with, counted from 2^-149, and the mantissa."""
+        """Sign and power of two that the mantissa is multiplied with, counted
+        from 2^-149, and the mantissa, of each element."""
         bits = floats.view(np.uint32).astype(np.int64)
         exponent = bits >> 23 & 0xFF
         mantissa = bits & 0x7FFFFF
@@ -94,7 +94,8 @@ class NumpyKernels:
 
     @staticmethod
     def not_of_columns(mask: Array) -> Array:
-        """Of [rows, columns, inner] how many are false in each column."""
+        """Number of elements that are false in each column of [rows, columns,
+        inner]."""
         found: Array = np.count_nonzero(~mask, axis=(0, 2))
         return found
 
@@ -146,7 +147,7 @@ class NumpyKernels:
 
     @staticmethod
     def all_of_rows(mask: Array) -> Array:
-        """Of each row whether all of it is true."""
+        """True for each row that is true throughout."""
         found: Array = mask.all(1)
         return found
 

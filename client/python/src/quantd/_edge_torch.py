@@ -1,5 +1,6 @@
-"""What states at the edge are made of, for tensors of torch on their device;
-see _edge_numpy. Integers are added, so that no order of additions shows."""
+"""Functions that states at the edge are made of, for tensors of torch on their
+device; see _edge_numpy. Integers are added, so that no order of additions
+shows."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class TorchKernels:
 
     @staticmethod
     def to_float32(array: torch.Tensor) -> torch.Tensor:
-        """Those beyond its range become its largest."""
+        """Converts to float32. Elements beyond its range become its largest."""
         if array.dtype == torch.float64:
             array = array.clamp(-_FLOAT32_MAX, _FLOAT32_MAX).float()
         return array.contiguous()
@@ -47,7 +48,7 @@ class TorchKernels:
 
     @staticmethod
     def is_all(mask: torch.Tensor) -> bool:
-        """Whether all of it is true."""
+        """True if all of the mask is true."""
         return bool(mask.all())
 
     @staticmethod
@@ -58,23 +59,23 @@ class TorchKernels:
     @staticmethod
     def or_else(array: torch.Tensor, finite: Optional[torch.Tensor],
                 other: float) -> torch.Tensor:
-        """What is not finite becomes `other`."""
+        """Replaces what is not finite by `other`."""
         return array if finite is None else array.masked_fill(~finite, other)
 
     @staticmethod
     def smallest(array: torch.Tensor, axis: int, block: int) -> torch.Tensor:
-        """Of each block along the axis; 0: of all."""
+        """Smallest element of each block along the axis; 0: of all."""
         return _in_blocks(array, axis, block).amin(axis + 1)
 
     @staticmethod
     def largest(array: torch.Tensor, axis: int, block: int) -> torch.Tensor:
-        """Of each block along the axis; 0: of all."""
+        """Largest element of each block along the axis; 0: of all."""
         return _in_blocks(array, axis, block).amax(axis + 1)
 
     @staticmethod
     def keys(floats: torch.Tensor, mantissa_bits: int
              ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each element its key and its low bits; see Histogram."""
+        """Key and low bits of each element; see Histogram."""
         bits = floats.view(torch.int32).long() & (2 * _SIGN - 1)
         bits = bits.masked_fill(bits == _SIGN, 0)
         shift = 23 - mantissa_bits
@@ -139,7 +140,7 @@ class TorchKernels:
 
     @staticmethod
     def all_of_rows(mask: torch.Tensor) -> torch.Tensor:
-        """Of each row whether all of it is true."""
+        """True for each row that is true throughout."""
         return mask.all(1)
 
     @staticmethod

@@ -37,24 +37,24 @@ _OUTER_MAXIMUM_BYTES = 16 << 20
 
 
 class Placement(Protocol):
-    """Where the bytes of one exchange are in shared memory."""
+    """Place of the bytes of one exchange in shared memory."""
 
-    # What the server writes, as uint8.
+    # Memory that the server writes to, as uint8.
     output: Optional[Array]
-    # Whether it is copied to the caller's memory then.
+    # True if the output is copied to the caller's memory then.
     output_is_staged: bool
 
     @property
     def has_payload(self) -> bool:
-        """Whether what goes up goes by name."""
+        """True if the payload goes up by name."""
 
     @property
     def has_output(self) -> bool:
-        """Whether what comes down does."""
+        """True if the output comes down by name."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether the server does not know the memory any more."""
+        """True if the server does not know the memory any more."""
 
     def send(self, payload: Array) -> Iterator[tuple[int, bytes]]:
         """(offset in the tensor, serialized span) of one part after another."""
@@ -93,25 +93,26 @@ def scale_messages(encodings: Mapping[int, Encoding], header: Any,
 
 
 class Exchange(Generic[Result]):
-    """What goes up is fixed at birth. What comes down is gathered by `accept`,
-    on the thread that reads the stream, until that says that the tensor is
-    answered; the rest is for the thread that waits for it."""
+    """One tensor's way up and down. What goes up is fixed at birth. What comes
+    down is gathered by `accept`, on the thread that reads the stream, until
+    that says that the tensor is answered; the rest is for the thread that waits
+    for it."""
 
-    # Of the answer's summary.
+    # Type of the answer's summary.
     SUMMARY: Any = None
-    # Whether codes go up, and not reals.
+    # True if codes go up, and not reals.
     SENDS_CODES = False
 
     def __init__(self, header: Any, payload: Array) -> None:
         """header: that of the RPC; payload: the tensor's bytes, as uint8."""
         self.header = header
         self.payload = payload
-        # Of the payload in the whole tensor.
+        # Offset of the payload in the whole tensor.
         self.offset_bytes = 0
         # Encodings whose scales go up beside the payload, by candidate; without
         # candidates there is at most number 0.
         self.large_encodings: Mapping[int, Encoding] = {}
-        # Where bytes are in shared memory; None: on the stream.
+        # Place of the bytes in shared memory; None: on the stream.
         self.placement: Optional[Placement] = None
         self.error: Optional[errors.QuantdError] = None
         # Answered, on the stream that it is on now.
@@ -121,7 +122,7 @@ class Exchange(Generic[Result]):
 
     @property
     def name(self) -> TensorName:
-        """Of the tensor."""
+        """Name of the tensor."""
         return TensorName.from_proto(self.header.tensor.name)
 
     @property
@@ -132,11 +133,11 @@ class Exchange(Generic[Result]):
 
     @property
     def size_bytes(self) -> int:
-        """Of the payload."""
+        """Size of the payload in bytes."""
         return self.payload.nbytes
 
     def rounds(self) -> Iterator[list[Exchange[Any]]]:
-        """What is to be sent for it, in rounds: before the next one, all of
+        """Exchanges to be sent for it, in rounds: before the next one, all of
         them must be answered and handed to `join`, in their order."""
         yield [self]
 
@@ -177,7 +178,7 @@ class Exchange(Generic[Result]):
                               self.offset_bytes)
 
     def _serialized_header(self) -> bytes:
-        """What goes up before the bytes."""
+        """Header that goes up before the bytes."""
         header: bytes = self.header.SerializeToString()
         return header
 
@@ -220,7 +221,7 @@ class Exchange(Generic[Result]):
                 self.header.ClearField("output")
 
     def take_result(self) -> Result:
-        """What the tensor was answered with.
+        """Result that the tensor was answered with.
 
         Raises: QuantdError, how it failed.
         """
@@ -261,15 +262,15 @@ class OutputExchange(Exchange[Result]):
         """out: the caller's memory for the output, as uint8, or None."""
         super().__init__(header, payload)
         self.caller_out = out
-        # Whether what comes out is to be a tensor of torch.
+        # True if the output is to be a tensor of torch.
         self.is_torch = False
-        # Of which this is a part.
+        # Exchange of which this is a part.
         self.joined: Optional[OutputExchange[Result]] = None
-        # Of a part: what the headers of all say, serialized, and what only its
-        # own does.
+        # Headers of a part: fields that all parts have, serialized, and those
+        # that only its own has.
         self._common_header = b""
         self._own_header: Any = None
-        # Where the output comes from without it; None: numpy.
+        # Memory that the output comes from without caller_out; None: numpy.
         self.output_memory: Optional[OutputMemory] = None
         self._most_output_bytes = most_output_bytes
         self._forget()
@@ -280,7 +281,7 @@ class OutputExchange(Exchange[Result]):
 
     @property
     def most_output_bytes(self) -> int:
-        """That, or a bound of it."""
+        """Size of the output, or a bound of it."""
         known = self.output_bytes()
         return self._most_output_bytes if known is None else known
 
@@ -301,7 +302,7 @@ class OutputExchange(Exchange[Result]):
             yield [*self.parts(self._part_bytes(), part_bytes)]
 
     def _part_bytes(self) -> int:
-        """Of the ranges that it goes up in."""
+        """Size of the ranges that it goes up in."""
         header_bytes: int = self.header.ByteSize()
         wanted = max(_PART_BYTES, header_bytes * _PART_BYTES_PER_HEADER_BYTE)
         return -(-wanted // 64) * 64
@@ -494,7 +495,7 @@ class OutputExchange(Exchange[Result]):
 
 
 class QuantizeExchange(OutputExchange[QuantizedTensor]):
-    """Of Quantize."""
+    """Exchange of Quantize."""
 
     HEADER = service_pb2.QuantizeResponseHeader
     SUMMARY = service_pb2.QuantizeSummary
@@ -591,7 +592,7 @@ def find_outer_maximum(message: Any, tensor: Any, payload: Array) -> None:
 
 
 class DequantizeExchange(OutputExchange[Any]):
-    """Of Dequantize."""
+    """Exchange of Dequantize."""
 
     SENDS_CODES = True
     HEADER = service_pb2.DequantizeResponseHeader
@@ -616,7 +617,7 @@ class DequantizeExchange(OutputExchange[Any]):
 
 
 class CalibrateExchange(Exchange[CalibrateResult]):
-    """Of Calibrate."""
+    """Exchange of Calibrate."""
 
     SUMMARY = service_pb2.CalibrateSummary
 
@@ -636,7 +637,7 @@ class CalibrateExchange(Exchange[CalibrateResult]):
 
 
 class EvaluateExchange(Exchange[Evaluation]):
-    """Of Evaluate with candidates."""
+    """Exchange of Evaluate with candidates."""
 
     SUMMARY = service_pb2.EvaluateSummary
 
@@ -655,7 +656,7 @@ class EvaluateExchange(Exchange[Evaluation]):
 
 
 class CompareExchange(Exchange[ErrorMetrics]):
-    """Of Evaluate with a pair of tensors."""
+    """Exchange of Evaluate with a pair of tensors."""
 
     SUMMARY = service_pb2.EvaluateSummary
 

@@ -26,7 +26,7 @@ from quantd.tensor import Array
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# Of files that are read.
+# Extensions of files that are read.
 _TENSOR_EXTENSIONS = (".safetensors", ".npy", ".gguf")
 _OTHER_EXTENSIONS = (".npy", ".npz", ".gguf", ".onnx", ".pt", ".pth", ".bin",
                      ".h5", ".pkl", ".json", ".html", ".csv", ".zip")
@@ -35,7 +35,7 @@ _MOST_HEADER_BYTES = 100_000_000
 _COPY_BYTES = 1 << 24
 # Stands for the hexadecimal digits of a checksum, until it is known.
 NO_CHECKSUM = "0" * 16
-# Of what comes before the data of GGUF, at a time.
+# Bytes of what comes before the data of GGUF that are read at a time.
 _WINDOW_BYTES = 1 << 16
 _MOST_NAMES = 100
 
@@ -53,18 +53,18 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F6_E3M2": np.dtype(np.uint8),
 }
 PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-# Of .npy files.
+# Dtypes of .npy files.
 _NUMPY_DTYPES = {dtype: name for name, dtype in DTYPES.items()
                  if name not in PACKED_BITS and
                  name[:2] not in ("F8", "BF", "C6")}
-# Of scales: powers of two, 2^(byte - 127).
+# Dtypes of scales that are powers of two, 2^(byte - 127).
 POWERS = ("U8", "F8_E8M0")
-# Of those that quantd quantizes.
+# Element types of the dtypes that quantd quantizes.
 ELEMENT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16",
                  "F64": "float64"}
 DTYPE_OF_ELEMENTS = {name: dtype for dtype, name in ELEMENT_TYPES.items()}
-# The format's least, ggml's most.
-# Of the data of GGUF, where the metadata do not say another.
+# Alignment of the data of GGUF, where the metadata do not say another, and the
+# alignments that there are: from the format's least to ggml's most.
 GGUF_ALIGNMENT = 32
 _GGUF_ALIGNMENTS = [1 << bits for bits in range(3, 21)]
 _GGUF_VALUE_BYTES = {0: 1, 1: 1, 7: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 10: 8,
@@ -131,7 +131,7 @@ def size_of(dtype: str, shape: Iterable[int]) -> int:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether files can have it: no half of a pair of surrogates."""
+    """True if files can have the text: no half of a pair of surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -172,7 +172,7 @@ def read_config(folder: str, name: str) -> dict[str, Any]:
 
 
 def to_json(document: Any, indent: Optional[int] = None) -> str:
-    """As quantctl writes it."""
+    """Text as quantctl writes it."""
     return json.dumps(document, ensure_ascii=False, indent=indent,
                       separators=(",", ": " if indent else ":"))
 
@@ -204,7 +204,7 @@ class _Source:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file."""
+        """Size of the file."""
         return self._state[0]
 
     def _state_now(self) -> tuple[int, int]:
@@ -280,12 +280,12 @@ class FileTensor:
 
     @property
     def size_bytes(self) -> int:
-        """Of its elements."""
+        """Size of its elements."""
         return size_of(self.dtype, self.shape)
 
     @property
     def element_type(self) -> Optional[str]:
-        """Of reals; None for anything else."""
+        """Element type of reals; None for anything else."""
         return ELEMENT_TYPES.get(self.dtype)
 
     def bytes(self) -> Array:
@@ -300,7 +300,8 @@ class FileTensor:
         return self._shaped(self.bytes())
 
     def mapped(self) -> Array:
-        """The same in memory of the file, unless it is decoded."""
+        """Elements as of array(), in memory of the file, unless they are
+        decoded."""
         if self.data is None or self.decode is not None:
             return self.array()
         return self._shaped(self.data.map(self.name))
@@ -313,7 +314,7 @@ class FileTensor:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InputFile:
-    """What a file has.
+    """Contents of a file.
 
     tensors: in the order of their data.
     unread: names of tensors of types that are not read.
@@ -430,8 +431,8 @@ def open_safetensors(path: str) -> InputFile:
 
 
 def data_checksum(file: InputFile) -> str:
-    """Of a safetensors file: XXH3 of its data, all of which this reads, in
-    hexadecimal. Raises: FILE_CHANGED, FILE_UNREADABLE."""
+    """Checksum of a safetensors file: XXH3 of its data, all of which this
+    reads, in hexadecimal. Raises: FILE_CHANGED, FILE_UNREADABLE."""
     state = xxh3_64()
     for tensor in file.tensors.values():
         data = tensor.data
@@ -498,7 +499,7 @@ class _GgufParser:
         self._path = path
         self._source = _Source(path)
         self._size = self._source.size_bytes
-        # What was read last, from where on.
+        # Bytes that were read last, and where in the file they begin.
         self._window = b""
         self._begin = 0
         self._at = 0
@@ -548,7 +549,7 @@ class _GgufParser:
                 raise self._malformed(
                     f"tensor {name!r}: expected an innermost dimension of "
                     f"blocks of {kind.block_elements}, as {kind.name} has")
-            # Of what it decodes to, which is to have a size too.
+            # The size of what it decodes to has to fit, too.
             if size_of(kind.dtype, [size or 1 for size in shape]) >> 63:
                 raise self._malformed(
                     f"tensor {name!r}: its size does not fit in 63 bits")
@@ -564,7 +565,8 @@ class _GgufParser:
             if size:
                 places.append((offset, size, name))
         self._check_apart(places)
-        # As they lie in the file that `quantctl dequantize` makes of them.
+        # Sorted as they lie in the file that `quantctl dequantize` makes of
+        # them.
         ordered = sorted(tensors.items(),
                          key=lambda item: -DTYPES[item[1].dtype].itemsize)
         return InputFile(self._path, dict(ordered), {}, unread,
@@ -650,7 +652,7 @@ def _tensor_files(folder: str) -> list[str]:
 
 
 def _check_single(folder: str) -> None:
-    """Of a folder without an index, which one that is being written lacks,
+    """Checks a folder without an index, which one that is being written lacks,
     too."""
     if os.path.exists(os.path.join(folder, SINGLE_NAME)):
         return
@@ -712,12 +714,12 @@ def _folder_of(path: str) -> str:
 
 
 def stands_for_another_format(path: str) -> bool:
-    """Whether the name of a file says that it is not of safetensors."""
+    """True if the name of a file says that it is not of safetensors."""
     return path.lower().endswith(_OTHER_EXTENSIONS)
 
 
 def check_extension(path: str, field: str) -> None:
-    """Of a safetensors file. Raises: ARGUMENT_INVALID."""
+    """Checks the name of a safetensors file. Raises: ARGUMENT_INVALID."""
     if stands_for_another_format(path):
         raise errors.argument_invalid(
             "expected a name that ends with .safetensors, got " + repr(path),
@@ -899,7 +901,7 @@ def write_text(path: str, text: str) -> None:
 def header_text(path: str,
                 entries: Iterable[tuple[str, str, Sequence[int]]],
                 metadata: Mapping[str, str], room: int = 0) -> bytes:
-    """What a safetensors file begins with, at least `room` bytes of it.
+    """Text that a safetensors file begins with, at least `room` bytes of it.
 
     entries: name, type and shape, in the order of their data.
 
@@ -996,7 +998,7 @@ class SafetensorsWriter:
 
     def add_reserved(self, key: Any, name: str, dtype: str,
                      shape: Sequence[int], offset: int) -> int:
-        """The same for what was written to reserve()."""
+        """Like add(), but for what was written to reserve()."""
         size_bytes = size_of(dtype, shape)
         self._put(key, _Entry(name, dtype, tuple(shape), size_bytes, None,
                               offset))
@@ -1004,7 +1006,7 @@ class SafetensorsWriter:
 
     def add_view(self, key: Any, name: str, dtype: str, shape: Sequence[int],
                  data: Callable[[], Array]) -> int:
-        """The same; the bytes are asked for at finish()."""
+        """Like add(), but the bytes are asked for at finish()."""
         size_bytes = size_of(dtype, shape)
         self._put(key, _Entry(name, dtype, tuple(shape), size_bytes, data, 0))
         return size_bytes
@@ -1049,7 +1051,7 @@ class SafetensorsWriter:
                     file.write_from(self._spool.fileno(), entry.offset,
                                     entry.size_bytes)
             if checksum_key:
-                # As long as the one that it takes the place of.
+                # This text is as long as the one that it takes the place of.
                 self.metadata[checksum_key] = file.checksum_from(len(text))
                 file.rewrite(header())
             file.commit()

@@ -25,19 +25,19 @@ _ROUNDS = 4
 # Beyond so many times the error that blocks have by themselves, other numbers
 # are tried for what a super-block shares.
 _SHARED_SHARE = 4
-# What counts nothing is not to become anything.
+# Least weight: elements that count nothing are not to become anything.
 _LEAST_WEIGHT = 1e-6
 _LINE_BLOCK = 32
 _SCALE_BLOCK = 16
 _MOST_SIX_BITS = 63
-# Of searches whose scales are stored in float16.
+# Steps and fits of searches whose scales are stored in float16.
 _HALF_STEPS = 7
 _HALF_STEP = np.float32(0.5)
 _HALF_FITS = 2
 
 
 def _sum(terms: _Reals) -> _Reals:
-    """Of each row."""
+    """Sum of each row."""
     lanes = terms.reshape(len(terms), -1, _LANES)
     total = np.zeros((len(terms), _LANES), np.float32)
     for n in range(lanes.shape[1]):
@@ -75,12 +75,13 @@ def _half_bytes(value: _Reals) -> Array:
 
 
 def _largest(reals: _Reals) -> _Reals:
-    """Of each row the first of the largest magnitude."""
+    """First number of the largest magnitude in each row."""
     return reals[np.arange(len(reals)), np.abs(reals).argmax(axis=1)]
 
 
 class _Best:
-    """What has the least error of each row, of what was offered."""
+    """Values with the least error of each row, out of those that were
+    offered."""
 
     def __init__(self, error: _Reals, *values: _Reals) -> None:
         self._error = error
@@ -94,7 +95,7 @@ class _Best:
 
 
 def packed_codes(codes: Array, bits: int) -> list[Array]:
-    """Of blocks of 32 codes of 4, 5 or 8 bits."""
+    """Bytes of blocks of 32 codes of 4, 5 or 8 bits."""
     if bits == 8:
         return [codes]
     high = [np.packbits(codes >> 4, axis=1, bitorder="little")]
@@ -370,7 +371,7 @@ class _Scales:
                  ) -> None:
         self._x = x.reshape(-1, block)
         self._weights = weights.reshape(-1, block)
-        # Of the lowest code.
+        # Lowest code.
         self._least = -(1 << bits - 1)
 
     def codes(self, scale: _Reals) -> _Reals:
@@ -591,7 +592,7 @@ def encode(elements: Array, kind: str, importance: Sequence[float] = ()
 
 
 def coarse_scale_count(elements: Array, kind: str) -> int:
-    """Of how many blocks, not all 0, the elements are so small that float16 has
+    """Number of blocks, not all 0, whose elements are so small that float16 has
     few numbers for their d."""
     encoder = ENCODERS[kind]
     largest = np.abs(elements.reshape(-1, encoder.block)).max(axis=1)
@@ -600,7 +601,7 @@ def coarse_scale_count(elements: Array, kind: str) -> int:
 
 
 def _weights(importance: Sequence[float], block: int) -> _Reals:
-    """Of the blocks of a row of elements; the largest of each is 1."""
+    """Weights of the blocks of a row of elements; the largest of each is 1."""
     rows = np.asarray(importance, np.float64).reshape(-1, block)
     largest = rows.max(axis=1, keepdims=True)
     shares = np.maximum(rows / np.where(largest > 0, largest, 1), _LEAST_WEIGHT)

@@ -21,7 +21,7 @@ _BLOCK = 32
 _MOST_NAME_BYTES = 63
 _MOST_DIMENSIONS = 4
 _MOST_HALF = 65504
-# What a file says of itself, whatever its metadata come from.
+# Keys of what a file says of itself, whatever its metadata come from.
 _FILE_TYPE = b"general.file_type"
 _VERSION = b"general.quantization_version"
 # They say that a model goes on in other files: this one does not.
@@ -53,7 +53,8 @@ _NUMBERS = {kind.name: number for number, kind in _gguf.TYPES.items()}
 _NUMBERS_OF_PLAIN = {kind.dtype: number
                      for number, kind in _gguf.TYPES.items()
                      if kind.decode_blocks is None}
-# Of mixtures that have one type throughout, for those without an encoding.
+# File types by the number of the tensors' type. Types without an encoding have
+# those of mixtures that have one type throughout.
 _FILE_TYPES = {**{_NUMBERS[row.type]: row.file_type for row in _ROWS},
                _NUMBERS["q4_K"]: 14, _NUMBERS["q5_K"]: 16, _NUMBERS["q6_K"]: 18}
 
@@ -206,7 +207,7 @@ def _name_of(number: int) -> str:
 
 
 class _Header:
-    """What comes before the data."""
+    """Header that comes before the data."""
 
     def __init__(self, pairs: Sequence[tuple[bytes, bytes]],
                  alignment: int) -> None:

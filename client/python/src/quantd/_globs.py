@@ -8,7 +8,7 @@ from quantd import errors
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether the whole name is what the pattern says: "*" stands for any
+    """True if the whole name is what the pattern says: "*" stands for any
     characters, "?" for one, everything else for itself."""
     p = n = 0
     star = star_name = -1
@@ -47,7 +47,8 @@ def check_all_match(patterns: Iterable[str], names: Iterable[str],
 
 def check_each_takes(patterns: Iterable[str], names: Iterable[str],
                      what: str, field: str) -> None:
-    """The same for patterns of which the first that matches a name takes it.
+    """Like check_all_match, but for patterns of which the first that matches a
+    name takes it.
 
     Raises: ARGUMENT_INVALID also for a pattern that takes none because earlier
         ones take all that it matches.

@@ -1,4 +1,4 @@
-"""What importance matrices have of a weight."""
+"""Squares of inputs that importance matrices have of a weight."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class InputSquares:
         return means
 
     def mean_squares(self) -> list[float]:
-        """Of each column, over the inputs of all matrices."""
+        """Mean square of each column, over the inputs of all matrices."""
         count = float(np.asarray(self.counts, np.float64).sum())
         if count <= 0:
             return [1.0] * int(self.sums.shape[1])

@@ -36,7 +36,7 @@ def scale_shape(shape: Sequence[int], block_size: Sequence[int]
 
 
 def code_dtype(format_name: str) -> str:
-    """That of codes in a file."""
+    """Dtype of codes in a file."""
     info, layout = format_info(format_name), format_options(
         format_name).float_layout
     if info.bits == 8 and not info.is_integer:
@@ -124,7 +124,7 @@ def record_text(encoding: Encoding, shape: Sequence[int], element_type: str
 
 
 def expected(spec: Any, shape: Sequence[int]) -> tuple[Encoding, bool]:
-    """What the encoding of a spec of proto/ will be, but for its scales and
+    """Encoding that a spec of proto/ will become, but for its scales and
     limits; and whether it will have zero points."""
     format_name = FORMATS.name(spec.format)
     info = format_info(format_name)

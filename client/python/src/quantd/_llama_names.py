@@ -14,7 +14,8 @@ _MODULES = {
 
 
 def llama_name(weight: str) -> str:
-    """Of a weight that has its usual name in transformers; empty for others."""
+    """Name in GGUF of a weight that has its usual name in transformers; empty
+    for others."""
     if weight == "lm_head.weight":
         return "output.weight"
     found = re.fullmatch(r"model\.layers\.([0-9]+)\.(.*)\.weight", weight)

@@ -1,5 +1,5 @@
-"""Which spec each tensor gets, where those that runtimes fuse get the same
-one; as ChooseMixtures of client/models/model_sweep.h."""
+"""Choice of the spec that each tensor gets, where those that runtimes fuse get
+the same one; like ChooseMixtures of client/models/model_sweep.h."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quantd.results import MixtureOption, SweepMixture
 # Size in bytes and noise-to-signal ratio of a spec on a tensor; None where it
 # failed.
 Measured = Optional[tuple[int, float]]
-# Where no spec succeeded on any tensor.
+# Mixture where no spec succeeded on any tensor.
 NO_MIXTURE = SweepMixture({}, 0, 0.0, 0.0, False)
 
 
@@ -52,7 +52,7 @@ class MixtureUnits:
         return {first: own for first, own in found.items() if own}
 
     def whole(self, mixture: SweepMixture) -> SweepMixture:
-        """Of all tensors, from that of the units."""
+        """Mixture of all tensors, from that of the units."""
         choices = {name: index for first, index in mixture.choices.items()
                    for name in self._units[first]}
         if self._weights is None and len(choices) == len(mixture.choices):

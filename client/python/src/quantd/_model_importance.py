@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Methods that compare errors.
 _SEARCHES = ("mse", "sqnr", "best_of")
-# Where the stored inputs of a model are: its name, or with more.
+# Model that has the stored inputs: its name, or a ModelRounding with more.
 InputsLike = Union[str, ModelRounding, None]
 
 
@@ -38,7 +38,8 @@ class ModelImportance:
     def find(self, tensors: Iterable[tuple[str, Sequence[int]]],
              specs_of: Callable[[str], Sequence[EncodingSpec]],
              client: Optional[Client]) -> None:
-        """Of tensors of those names and shapes.
+        """Finds the weights of tensors of those names and shapes, or the stored
+        inputs that they follow from.
 
         Raises: ARGUMENT_INVALID for one of another number of columns, or that
             has both, and where there is importance of no tensor; those of
@@ -115,7 +116,7 @@ class ModelImportance:
                                           self._inputs.revision)))
 
     def command_text(self, has_importance: bool) -> bytes:
-        """What decides on the codes, whatever is stored now."""
+        """Text of what decides on the codes, whatever is stored now."""
         if self._squares is not None:
             return b"\nimportance"
         source = self._inputs
@@ -125,7 +126,8 @@ class ModelImportance:
                 f"{source.revision if source else ''}").encode()
 
     def run_text(self, name: str, spec: EncodingSpec) -> bytes:
-        """The same with the statistics of today. spec: as apply() gives it."""
+        """Like command_text, but of one tensor, with the statistics of today.
+        spec: as apply() gives it."""
         inputs = spec.importance and spec.importance.inputs
         if self._stored is None or not isinstance(inputs, TensorName):
             return b""
@@ -134,7 +136,7 @@ class ModelImportance:
 
 
 def needs_source(spec: EncodingSpec) -> bool:
-    """Whether its importance says not all of where it comes from."""
+    """True if the spec's importance says not all of where it comes from."""
     return (spec.importance is not None and spec.importance.weight is None and
             not isinstance(spec.importance.inputs, TensorName))
 
@@ -154,7 +156,8 @@ def as_inputs(inputs: InputsLike) -> Optional[ModelRounding]:
 def source_of(inputs: InputsLike, rounding: Optional[ModelRounding],
               model: str, revision: str, has_importance: bool,
               names_count: bool) -> Optional[ModelRounding]:
-    """Where importance is stored: as it was said, or with the rest.
+    """Model that has the inputs for importance: as it was said, or with the
+    rest.
 
     names_count: whether something else is kept or found under the model and
         the revision.

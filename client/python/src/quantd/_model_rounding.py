@@ -38,7 +38,7 @@ class ModelRounding:
 
 
 class StoredInputs:
-    """Which weights have the Gram matrix of their inputs in the store, or at
+    """Weights that have the Gram matrix of their inputs in the store, or at
     least moments."""
 
     def __init__(self, rounding: ModelRounding, client: Client,
@@ -85,7 +85,7 @@ class StoredInputs:
                 "rounding" if self._needs_gram else "inputs")
 
     def _has_moments(self, name: str, client: Client) -> bool:
-        """Of what a weight may have as its inputs."""
+        """True if what a weight may have as its inputs has moments."""
         inputs = self._rounding.inputs or {}
         if not ("." + name).endswith(_INPUT) and name not in inputs.values():
             return False
@@ -114,22 +114,23 @@ class StoredInputs:
         return None
 
     def command_text(self) -> bytes:
-        """What decides on the codes, whatever is stored now."""
+        """Text of what decides on the codes, whatever is stored now."""
         rounding = self._rounding
         damping = "" if rounding.damping is None else f"{rounding.damping:.17g}"
         return (f"\nrounding=compensated {rounding.model}@{rounding.revision} "
                 f"{damping} {rounding.column_order or ''}").encode()
 
     def run_text(self, weight: str) -> bytes:
-        """The same with the statistics of today."""
+        """Like command_text, but of one weight, with the statistics of
+        today."""
         name = self.name_of(weight)
         if name is None:
             return b""
         return f"rounding {weight} {name} {self.state_of(name)}\n".encode()
 
     def state_of(self, name: str) -> str:
-        """What tells the statistics of inputs from those of another time; empty
-        where there are none."""
+        """Text that tells the statistics of inputs from those of another time;
+        empty where there are none."""
         entry = self._entries.get(name)
         if entry is None:
             return ""

@@ -17,7 +17,7 @@ from quantd.tensor import Array
 
 # Below this the allocator of the process is as good.
 _MIN_BYTES = 1 << 20
-# Of what nobody uses.
+# Most bytes that are kept while nobody uses them.
 _MOST_FREE_BYTES = 256 << 20
 # Sizes are multiples of this, which is that of a huge page.
 _UNIT_BYTES = 2 << 20
@@ -27,8 +27,8 @@ _MOST_SLACK = 8
 
 
 class _Use:
-    """What an array holds on to, so that its block comes back with the last
-    view of it."""
+    """Object that an array holds on to, so that its block comes back with the
+    last view of it."""
 
     def __init__(self, block: mmap.mmap, size: int, owner: OutputMemory
                  ) -> None:

@@ -31,12 +31,12 @@ class Part:
         return f"{self.index}/{self.count}"
 
     def path(self, output_path: str) -> str:
-        """Of its file for a shard that it shares with others."""
+        """Path of its file for a shard that it shares with others."""
         return f"{output_path}.part-{self.index:05d}-of-{self.count:05d}"
 
 
 def as_part(part: Any) -> Part:
-    """Of (i, n) or "I/N". Raises: ARGUMENT_INVALID."""
+    """Part of (i, n) or "I/N". Raises: ARGUMENT_INVALID."""
     try:
         index, count = (map(int, part.split("/")) if isinstance(part, str)
                         else part)
@@ -52,7 +52,7 @@ def as_part(part: Any) -> Part:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What one part does of one shard."""
+    """Work that one part does of one shard."""
 
     part: int
     tensors: Sequence[FileTensor]

@@ -10,7 +10,7 @@ from quantd import _checkpoint, _compressed, _files, _layout, errors
 from quantd._files import FileTensor, InputFile
 
 
-# What lies beside codes.
+# Ends of names of what lies beside codes.
 _BESIDE = ("_scale", "_scale_inv", "_scale_2", ".scale", ".scales", "_scales",
            "_zero_point", "_absmax", ".absmax", "_quant_map", ".quant_map",
            ".SCB", "_global_scale", "_weight_scale", "_weight_scale_inv",
@@ -26,7 +26,7 @@ _OF_CODES = (".qweight", ".qzeros", ".weight_packed", ".weight_scale_inv",
              ".W_q", ".comfy_quant", ".Qidxs", ".q_weight", ".trellis", ".suh",
              ".svh")
 _CODES = ("U8", "I8", "F8_E4M3", "F8_E5M2", "I16", "I32")
-# What tells of tensors what they do not.
+# Files that tell of tensors what these do not.
 _CONFIGS = ("config.json", "hf_quant_config.json", "quant_config.json",
             "quantize_config.json")
 
@@ -82,7 +82,7 @@ def open_plain(path: str, requantize: Optional[bool] = None
 
 def _is_read(path: str, tensors: Mapping[str, FileTensor],
              files: Sequence[InputFile]) -> bool:
-    """Whether quantd reads what other programs have quantized. Raises: what is
+    """True if quantd reads what other programs have quantized. Raises: what is
     wrong with the configuration."""
     _method_of(path)
     try:
@@ -96,8 +96,8 @@ def _folder_of(path: str) -> str:
 
 
 def _method_of(path: str) -> str:
-    """What the configuration of a folder, or beside a file, says of how the
-    model is quantized, empty where nothing."""
+    """Method that the configuration of a folder, or beside a file, names for
+    how the model is quantized, empty if it names none."""
     folder = _folder_of(path)
     method = _compressed.method_of(folder)
     if method:
@@ -116,7 +116,7 @@ def _method_of(path: str) -> str:
 
 def _sources_of(file: InputFile, files: Sequence[InputFile],
                 coded: Sequence[_checkpoint.Part]) -> list[str]:
-    """What the floats of a shard were made of: all files that hold a part of
+    """Files that the floats of a shard were made of: all that hold a part of
     one of its tensors, and the configuration."""
     parts = {name for part in coded if part.parts[0] in file.tensors
              for name in part.parts}

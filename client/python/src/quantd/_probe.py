@@ -1,5 +1,5 @@
-"""What a server that closes connections at once wanted; as client/cpp/probe.h.
-"""
+"""Finds what a server that closes connections at once wanted; like
+client/cpp/probe.h."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def closed_patience(target: str, has_tls: bool) -> float:
 
 
 def _speaks_tls(target: str) -> bool:
-    """Whether what listens there shakes hands in TLS, whatever comes of it."""
+    """True if what listens there shakes hands in TLS, whatever comes of it."""
     if target.startswith("unix"):
         return False
     arguments: list[tuple[str, Any]] = [

@@ -46,7 +46,7 @@ class Progress:
         self._tell(size_bytes)
 
     def leave_out(self, item: Any) -> None:
-        """Of those whose bytes were summed up, one is not done."""
+        """Takes one off those whose bytes were summed up: it is not done."""
         size = _bytes_of(item)
         if self._bar is not None and self._bar.total and size:
             self._bar.total -= size
@@ -54,7 +54,7 @@ class Progress:
 
 
 def _bytes_of(item: Any) -> Optional[int]:
-    """Of the array of an item, where that has a size."""
+    """Size of the array of an item; None where that has none."""
     array = item[1] if isinstance(item, tuple) else getattr(
         item, "array", getattr(item, "codes", None))
     size = getattr(array, "nbytes", None)
@@ -65,7 +65,7 @@ def _bytes_of(item: Any) -> Optional[int]:
 
 
 def total_bytes(items: Iterable[Any]) -> Optional[int]:
-    """Of all arrays, where they are all there already; otherwise None."""
+    """Size of all arrays, where they are all there already; otherwise None."""
     if not hasattr(items, "__len__"):
         return None
     total = 0

@@ -1,5 +1,5 @@
-"""What goes up, checked and in the messages of the protocol; for clients of
-either kind. Everything here raises ARGUMENT_INVALID."""
+"""Requests that go up, checked and in the messages of the protocol; for clients
+of either kind. Everything here raises ARGUMENT_INVALID."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _NAN_POLICIES = EnumNames(qs.NanPolicy, "NAN_POLICY_", "a policy")
 _COLUMN_ORDERS = EnumNames(qs.ColumnOrder, "COLUMN_ORDER_", "an order")
 
 SpecLike = Union[EncodingSpec, str]
-# Of quantize_many: one for all, or by pattern.
+# Source of quantize_many: one for all, or by pattern.
 Sources = Union[Source, Mapping[str, Source], None]
 Result = TypeVar("Result")
 
@@ -75,8 +75,8 @@ def gram_steps(array: Any, element_type: Optional[str] = None) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class FeatureStatistics:
-    """What a contribution keeps of feature vectors, whose elements lie along
-    one dimension; see the FeatureStatistics of proto/.
+    """Choice of what a contribution keeps of feature vectors, whose elements
+    lie along one dimension; see the FeatureStatistics of proto/.
 
     gram: the Gram matrix X^T X of the rows X, for Rounding; by default unless
         moments are kept.
@@ -98,7 +98,7 @@ class FeatureStatistics:
 
     @property
     def keeps_gram(self) -> bool:
-        """Whether a Gram matrix is kept."""
+        """True if a Gram matrix is kept."""
         return not self.moments if self.gram is None else self.gram
 
     def to_proto(self) -> qs.FeatureStatistics:
@@ -235,7 +235,7 @@ def full_name(name: NameLike, model: str, revision: str) -> TensorName:
 
 
 def as_shape(shape: Any) -> tuple[int, ...]:
-    """Of whole numbers of at least 0."""
+    """Shape of whole numbers of at least 0."""
     try:
         sizes = tuple(operator.index(size) for size in shape)
         if min(sizes, default=0) >= 0:
@@ -248,7 +248,7 @@ def as_shape(shape: Any) -> tuple[int, ...]:
 
 def describe(shape: Sequence[int], element_type: str, name: NameLike,
              slice_of: Optional[Slice] = None) -> tensor_pb2.TensorDescription:
-    """What a header says of its tensor."""
+    """Description of a header's tensor."""
     try:
         description = tensor_pb2.TensorDescription(
             name=as_name(name).to_proto(),
@@ -269,7 +269,7 @@ def describe(shape: Sequence[int], element_type: str, name: NameLike,
 
 def quantize_header(tensor: tensor_pb2.TensorDescription,
                     job: QuantizeJob) -> qs.QuantizeHeader:
-    """Of a job; its array is not looked at."""
+    """Header of a job; its array is not looked at."""
     if job.source is None:
         raise errors.argument_invalid(
             "expected a spec, an Encoding or an EncodingReference", "source")
@@ -321,7 +321,7 @@ def large_encodings(sources: Iterable[Any], shape: Sequence[int],
 
 
 def _named_array(item: Any, job: str) -> dict[str, Any]:
-    """Of (name, array)."""
+    """Arguments that an item (name, array) gives."""
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         raise errors.argument_invalid(
             f"expected (name, array), as of state_dict().items(), or {job}, "
@@ -330,7 +330,7 @@ def _named_array(item: Any, job: str) -> dict[str, Any]:
 
 
 def _is_left_out(array: Any, min_rank: int) -> bool:
-    """Whether quantize_many leaves out a pair of a name and this: where the
+    """True if quantize_many leaves out a pair of a name and this: where the
     elements are no reals, or with fewer dimensions than that. What is meant for
     reals and cannot be sent is not: that is an error."""
     if min_rank <= 0:
@@ -342,7 +342,7 @@ def _is_left_out(array: Any, min_rank: int) -> bool:
     try:
         if not hasattr(array, "dtype") or not hasattr(array, "ndim"):
             array = np.asarray(array)
-        # Those of uint16 may be bfloat16.
+        # Elements of uint16 may be bfloat16.
         return bool(array.ndim < min_rank or (
             np.dtype(array.dtype).kind in "biuOSUmM" and
             array.dtype != np.uint16))
@@ -351,7 +351,7 @@ def _is_left_out(array: Any, min_rank: int) -> bool:
 
 
 class QuantizeItems:
-    """What quantize_many makes of its items. For one thread."""
+    """Jobs that quantize_many makes of its items. For one thread."""
 
     def __init__(self, items: Any, source: Sources, model: str, revision: str,
                  store: bool, nan_policy: Optional[str], min_rank: int) -> None:
@@ -542,7 +542,7 @@ def calibrate(job: CalibrateJob, size: Optional[StatisticsSize] = None
 
 
 def _calibrate_state(job: CalibrateJob, state: State) -> CalibrateExchange:
-    """What the state says of itself goes into the contribution."""
+    """Adds to the contribution what the state says of itself."""
     contribution = job.contribution
     if not isinstance(contribution, Contribution):
         raise errors.argument_invalid("a state needs a contribution",
@@ -585,7 +585,7 @@ def _with_steps(job: CalibrateJob) -> Optional[Contribution]:
 def calibrate_items(spec: Optional[SpecLike],
                     contribution: Optional[Contribution], model: str,
                     revision: str) -> Callable[[Any], CalibrateExchange]:
-    """What makes exchanges of the items of one calibrate_many."""
+    """Function that makes exchanges of the items of one calibrate_many."""
     size = StatisticsSize()
 
     def make(item: Any) -> CalibrateExchange:
@@ -600,7 +600,7 @@ def calibrate_items(spec: Optional[SpecLike],
 
 
 def metric_values(metrics: Iterable[str]) -> list[Any]:
-    """Of names of fields of ErrorMetrics."""
+    """Values of names of fields of ErrorMetrics."""
     if isinstance(metrics, str):
         # Otherwise each of its letters were one.
         metrics = [metrics]
@@ -643,7 +643,8 @@ def _large_specs(header: qs.EvaluateHeader) -> list[int]:
             wants_chunks(candidate.spec, shape)]
 
 
-# Of an evaluation the candidates of each exchange, by their place among all.
+# Exchanges of an evaluation, each with the candidates that it has, by their
+# place among all.
 Evaluations = list[tuple[list[int], EvaluateExchange]]
 
 
@@ -741,7 +742,8 @@ def _spec(spec: SpecLike, rank: Optional[int] = None) -> Any:
 
 @contextlib.contextmanager
 def _arguments() -> Iterator[None]:
-    """What does not go into the messages of protobuf is a bad argument."""
+    """Makes a bad argument of what does not go into the messages of
+    protobuf."""
     try:
         yield
     except (TypeError, ValueError, AttributeError) as error:
@@ -759,7 +761,8 @@ class Pages:
     read: Callable[[Any], Any]
 
     def request(self, token: str) -> Any:
-        """Of a page; the first has no token. Raises: ARGUMENT_INVALID."""
+        """Request of a page; the first has no token. Raises:
+        ARGUMENT_INVALID."""
         with _arguments():
             return self.make(token)
 
@@ -800,7 +803,7 @@ def list_statistics(model: str, revision: str) -> Pages:
 
 
 class Attempts:
-    """What became of the earlier attempts of a call that puts or deletes.
+    """Outcome of the earlier attempts of a call that puts or deletes.
 
     may_be_done: one may have been done, and only its answer was lost.
     """
@@ -816,19 +819,19 @@ class Attempts:
             self.may_be_done = True
 
     def may_have_put(self, error: errors.QuantdError) -> bool:
-        """Whether the error of the last may come from what an earlier one
+        """True if the error of the last may come from what an earlier one
         stored."""
         return self.may_be_done and error.reason == "ETAG_MISMATCH"
 
     def may_have_deleted(self, error: errors.QuantdError) -> bool:
-        """Whether the error of the last may come from what an earlier one
+        """True if the error of the last may come from what an earlier one
         deleted."""
         return self.may_be_done and error.code == grpc.StatusCode.NOT_FOUND
 
 
 def is_stored_from(put: encoding_pb2.Encoding, stored: encoding_pb2.Encoding
                    ) -> bool:
-    """Whether `stored` is what the service makes of `put`: that fills in what
+    """True if `stored` is what the service makes of `put`: that fills in what
     was left out, and counts the degenerate scales itself."""
     whole = encoding_pb2.Encoding()
     whole.CopyFrom(put)
@@ -870,13 +873,13 @@ class ScaleUpload:
 
 
 def messages_of(request: Any) -> Any:
-    """What gRPC takes for a call's request."""
+    """Messages that gRPC takes for a call's request."""
     return iter(request) if isinstance(request, (ScaleUpload, ImportUpload)
                                        ) else request
 
 
 def timeout_of(request: Any, timeout: float) -> float:
-    """Of one attempt: a file has longer for each 16 MiB of it."""
+    """Time for one attempt: a file has longer for each 16 MiB of it."""
     return timeout * (1 + (request.size_bytes >> 24) if isinstance(
         request, ImportUpload) else 1)
 
@@ -891,8 +894,8 @@ class Call:
     attempts: Optional[Attempts] = None
 
 
-# What has to be called, one after another: the answer to each, or its error, is
-# handed back before the next one.
+# Calls to make, one after another: the answer to each, or its error, is handed
+# back before the next one.
 Calls = Generator[Call, Any, Result]
 
 
@@ -928,7 +931,8 @@ def put_encoding(name: NameLike, encoding: Encoding, if_match: str
 
 
 def stored_encoding(answers: Sequence[Any]) -> results.StoredEncoding:
-    """Of all messages of one ReadEncoding. Raises: RESPONSE_MALFORMED."""
+    """Stored encoding of all messages of one ReadEncoding. Raises:
+    RESPONSE_MALFORMED."""
     if not answers or not answers[0].HasField("stored_encoding"):
         raise errors.response_malformed("no encoding in the first message")
     stored = answers[0].stored_encoding
@@ -1061,7 +1065,8 @@ def compute_ties(request: es.ComputeEncodingsRequest, ties: Ties,
 
 def sweep_ties(request: es.SweepRequest, ties: Ties, names: Sequence[str]
                ) -> None:
-    """The same; specs with outer scales make groups of the defaults matter."""
+    """Adds the groups to a sweep; specs with outer scales make groups of the
+    defaults matter."""
     spec = next((spec for spec in request.specs if ties.matters_of(spec)),
                 request.specs[0])
     _add_ties(request, ties.find_named([(name, spec) for name in names]))
@@ -1122,7 +1127,7 @@ def choose_mixture(tensors: Mapping[str, Iterable[results.MixtureOption]],
 
 
 def mixtures(answer: Any) -> list[results.SweepMixture]:
-    """Of an answer of ChooseMixture."""
+    """Mixtures of an answer of ChooseMixture."""
     return [results.SweepMixture.from_proto(mixture)
             for mixture in answer.mixtures]
 
@@ -1141,7 +1146,7 @@ def check_patterns(patterns: Iterable[str], names: Sequence[str], model: str,
 
 
 def sweep_result(answers: Sequence[Any]) -> results.SweepResult:
-    """Of all messages of one sweep. Raises: RESPONSE_MALFORMED."""
+    """Result of all messages of one sweep. Raises: RESPONSE_MALFORMED."""
     if not answers or not answers[-1].HasField("summary"):
         raise errors.response_malformed("a sweep without a summary")
     return results.SweepResult(
@@ -1171,13 +1176,14 @@ class SweepChoice:
                         candidate.size_bytes,
                         math.pow(10, -candidate.prediction.sqnr_db / 10))
             measured[tensor.name.tensor] = found
-        # Of matrices, as what runtimes fuse is; statistics tell no shape.
+        # All are matrices here, as what runtimes fuse is; statistics tell no
+        # shape.
         groups = ties.of_tensors([FileTensor(name, "F32", (1, 1), None)
                                   for name in measured])
         self._units = MixtureUnits(measured, (
             [tensor.name for tensor in group.tensors] for group in groups))
         options = self._units.options(targets[0].HasField("min_sqnr_db"))
-        # Of ChooseMixture; None where there is nothing to choose.
+        # Request of ChooseMixture; None where there is nothing to choose.
         self.request: Optional[es.ChooseMixtureRequest] = None
         if options:
             self.request = choose_mixture(options, (), ())
@@ -1206,5 +1212,5 @@ def health(service: str) -> Optional[bytes]:
 
 
 def health_result(answer: bytes) -> str:
-    """Of HealthCheckResponse{1: status}."""
+    """Status in a HealthCheckResponse{1: status}."""
     return _HEALTH.get(answer[1] if len(answer) > 1 else 0, "UNKNOWN")

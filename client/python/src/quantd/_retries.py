@@ -28,7 +28,7 @@ class Retries:
         self._since = time.monotonic()
 
     def left(self, seconds: float) -> float:
-        """Of that time."""
+        """Seconds that are left of `seconds`."""
         if not self.count:
             return seconds
         return self._since + seconds - time.monotonic()
@@ -41,7 +41,7 @@ class Retries:
             self._closed = error
 
     def explained(self, error: errors.QuantdError) -> errors.QuantdError:
-        """The same, or what tells more of why nobody answers."""
+        """Returns the error, or one that tells more of why nobody answers."""
         return (error if self._closed is None or
                 error.reason != "SERVER_UNREACHABLE" else self._closed)
 

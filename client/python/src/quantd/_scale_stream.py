@@ -23,7 +23,7 @@ except ImportError:
     # Then what comes down is not compared with its checksum.
     pass
 
-# Of a chunk's scales and zero points.
+# Size of a chunk's scales and zero points.
 _CHUNK_BYTES = 512 << 10
 _STORED: dict[str, Any] = {
     "float32": np.dtype("<f4"), "float16": np.dtype("<f2"),
@@ -39,8 +39,8 @@ def counts(shape: Sequence[int], block_size: Sequence[int]) -> list[int]:
 
 
 def block_size_of(spec: Any, shape: Sequence[int]) -> list[int]:
-    """Of an EncodingSpec of proto/, as the server takes it; nothing where the
-    server is going to refuse it."""
+    """Block size of an EncodingSpec of proto/, as the server takes it; nothing
+    where the server is going to refuse it."""
     rank = len(shape)
     if spec.block_size:
         return list(spec.block_size) if len(spec.block_size) == rank else []
@@ -62,13 +62,14 @@ def block_size_of(spec: Any, shape: Sequence[int]) -> list[int]:
 
 
 def scale_type_of(message: Any) -> str:
-    """Of an Encoding or EncodingSpec of proto/."""
+    """Scale type of an Encoding or EncodingSpec of proto/."""
     return (scale_type_name(message.scale_type) if message.scale_type else
             default_scale_type(FORMATS.name(message.format)))
 
 
 def outer_block_size_of(spec: Any, shape: Sequence[int]) -> list[int]:
-    """That of a spec whose scales stand under outer ones."""
+    """Block size of the outer scales of a spec whose scales stand under
+    such."""
     if spec.outer_block_size or scale_type_of(spec) != "integer" or (
             len(shape) < 2):
         return list(spec.outer_block_size)
@@ -78,7 +79,7 @@ def outer_block_size_of(spec: Any, shape: Sequence[int]) -> list[int]:
 
 
 def wants_chunks(spec: Any, shape: Sequence[int]) -> bool:
-    """Whether the scales that a spec comes to are many."""
+    """True if the scales that a spec comes to are many."""
     # Chunks have the scales of elements, so without these there are none.
     if FORMATS.name(spec.format) not in FORMATS or 0 in shape:
         return False
@@ -88,7 +89,7 @@ def wants_chunks(spec: Any, shape: Sequence[int]) -> bool:
 
 def _zero_point_dtype(format_name: str, exclude_zero: bool, is_real: bool
                       ) -> Any:
-    """That of a single code."""
+    """Dtype of a single code."""
     info = format_info(format_name)
     if is_real:
         return np.dtype("<f4")
@@ -104,7 +105,7 @@ def _widened(zero_point: Array) -> Array:
 
 
 class ScaleFeed:
-    """What goes up of an encoding, for the elements from `first` on."""
+    """Scales of an encoding that go up, for the elements from `first` on."""
 
     def __init__(self, encoding: Encoding, shape: Sequence[int],
                  first: int = 0) -> None:
@@ -222,7 +223,7 @@ class _Numbers:
         self._count = 0
 
     def add(self, first: int, data: Any) -> None:
-        """Those from `first` on. Raises: RESPONSE_MALFORMED."""
+        """Takes the numbers from `first` on. Raises: RESPONSE_MALFORMED."""
         if not len(data):
             return
         size = self._numbers.itemsize
@@ -251,7 +252,8 @@ class _Numbers:
 
 
 class ScaleSink:
-    """What comes down of the encoding of a header with scales_in_chunks."""
+    """Scales that come down, of the encoding of a header with
+    scales_in_chunks."""
 
     def __init__(self, encoding: Any, shape: Sequence[int]) -> None:
         """Requires: _answers.check_encoding(encoding)."""
@@ -354,7 +356,7 @@ def outer_count(spec: Any, shape: Sequence[int]) -> int:
 
 def largest_magnitudes(element_type: str, payload: Array, step: int = 0
                        ) -> list[float]:
-    """Of each `step` elements the largest of the finite ones, or of all; 0
+    """Largest of the finite magnitudes of each `step` elements, or of all; 0
     where there is none."""
     if not payload.size:
         return [0.0]

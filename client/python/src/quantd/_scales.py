@@ -82,8 +82,8 @@ def table(name: str, codebook: Array) -> Optional[Array]:
 
 
 def scales(encoding: CodedScales) -> Array:
-    """What follows from scale_code and outer_scale, as float32; none where
-    these do not go together."""
+    """Scales that follow from scale_code and outer_scale, as float32; none
+    where these do not go together."""
     code, outer = encoding.scale_code, encoding.outer_scale.reshape(-1)
     if encoding.stored_scale_type == "e8m0":
         exponent = (code.astype(np.int32) - 127 +
@@ -105,7 +105,7 @@ def scales(encoding: CodedScales) -> Array:
     values = values.reshape(shape)
     inner = encoding.block_size or (0,) * len(shape)
     sizes = encoding.outer_block_size or (0,) * len(shape)
-    # Of the outer blocks, in scales.
+    # Sizes of the outer blocks, in scales.
     blocks = [size // block if size and block else count
               for size, block, count in zip(sizes, inner, shape)]
     counts = [-(-count // max(block, 1)) for count, block in zip(shape, blocks)]

@@ -10,7 +10,7 @@ from quantd.tensor import Slice
 
 
 def is_sharded(array: Any) -> bool:
-    """Whether it is a DTensor, however it is placed."""
+    """True for a DTensor, however it is placed."""
     return _arrays.is_torch(array) and all(
         hasattr(array, name) for name in ("placements", "device_mesh",
                                           "to_local"))
@@ -35,7 +35,7 @@ def part_of(array: Any, slice_of: Optional[Slice]
             raise errors.argument_invalid(
                 f"expected parts that follow each other, got {placement}; "
                 "redistribute the tensor first", "array")
-        # As torch.chunk cuts what those before it have left.
+        # Cuts what the placements before this one have left, like torch.chunk.
         dimension = placement.dim % len(shape)
         most = -(-extents[dimension] // count)
         begin = min(rank * most, extents[dimension])
@@ -50,15 +50,15 @@ def part_of(array: Any, slice_of: Optional[Slice]
 
 
 def is_counted_here(array: Any) -> bool:
-    """Of the processes that have the same part, whether this is the first."""
+    """True if this process is the first of those that have the same part."""
     return not is_sharded(array) or all(
         rank == 0 for placement, rank, _ in _placements(array)
         if placement.is_replicate())
 
 
 def _placements(array: Any) -> list[tuple[Any, int, int]]:
-    """Of each dimension of the mesh how the tensor is placed along it, where
-    this process is, and how many there are."""
+    """Placement of the tensor along each dimension of the mesh, where this
+    process is, and how many there are."""
     coordinate = array.device_mesh.get_coordinate()
     if coordinate is None:
         raise errors.argument_invalid(

@@ -54,7 +54,7 @@ class Region:
         self._connection.close()
 
     def is_lost(self) -> bool:
-        """Whether the server is gone; closes it then."""
+        """True if the server is gone; closes it then."""
         try:
             if not self.is_closed and self._connection.recv(1) == b"":
                 self.close()
@@ -75,8 +75,8 @@ _Slots = collections.deque[tuple[Region, int]]
 
 
 class _Slot:
-    """What an array of shared memory holds on to, so that its memory comes back
-    with the last view of it."""
+    """Object that an array of shared memory holds on to, so that its memory
+    comes back with the last view of it."""
 
     def __init__(self, region: Region, offset: int, size: int,
                  free: Optional[_Slots]) -> None:
@@ -96,7 +96,7 @@ class _Slot:
 
 
 class RegionPlacement:
-    """Where the bytes of one exchange are in regions: a Placement."""
+    """Place of the bytes of one exchange in regions: a Placement."""
 
     def __init__(self, pool: SharedMemory) -> None:
         self._pool = pool
@@ -105,23 +105,23 @@ class RegionPlacement:
         self._payload: Optional[tuple[Region, int]] = None
         self._payload_is_staged = False
         self.output_is_staged = False
-        # What the server writes, as uint8.
+        # Memory that the server writes to, as uint8.
         self.output: Optional[Array] = None
         self._output_region: Optional[Region] = None
 
     @property
     def has_payload(self) -> bool:
-        """Whether what goes up goes by name."""
+        """True if the payload goes up by name."""
         return self._payload is not None
 
     @property
     def has_output(self) -> bool:
-        """Whether what comes down does."""
+        """True if the output comes down by name."""
         return self.output is not None
 
     @property
     def is_lost(self) -> bool:
-        """Whether the server does not know the memory any more."""
+        """True if the server does not know the memory any more."""
         regions = [self._payload[0] if self._payload else None,
                    self._output_region]
         return any(region is not None and region.is_lost()
@@ -183,7 +183,7 @@ class SharedMemory:
         self._path = path
         self._options = options
         self._lock = threading.Lock()
-        # Of arrays; those that were closed are dropped now and then.
+        # Regions of arrays; those that were closed are dropped now and then.
         self._regions: list[Region] = []
         self._free_slots: dict[int, _Slots] = {}
         self._free_staging: list[Region] = []

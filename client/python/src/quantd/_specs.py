@@ -1,4 +1,5 @@
-"""Which tensors of a model get which spec, as quantctl's --spec says it."""
+"""Choice of the tensors of a model that get each spec, as quantctl's --spec
+says it."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _KINDS = {"default": 0, "per_tensor": 1, "per_channel": 2, "group": 3,
 
 def block_size_of(granularity: Granularity, shape: Sequence[int]
                   ) -> tuple[int, ...]:
-    """Of a tensor; empty for one scale, and for what the format has. Raises:
-    ARGUMENT_INVALID."""
+    """Block size of a tensor; empty for one scale, and for what the format has.
+    Raises: ARGUMENT_INVALID."""
     rank = len(shape)
     if granularity.kind in ("per_channel", "group") and rank >= 2:
         axis = granularity.axis + (rank if granularity.axis < 0 else 0)
@@ -48,7 +49,7 @@ def block_size_of(granularity: Granularity, shape: Sequence[int]
 
 def warn_of_one_scale(name: str, granularity: Granularity,
                       shape: Sequence[int], stacklevel: int) -> None:
-    """Of a tensor of one dimension that was quantized."""
+    """Warns of a tensor of one dimension that was quantized."""
     if (len(shape) != 1 or shape[0] < 2 or
             granularity.kind not in ("per_channel", "group")):
         return
@@ -68,7 +69,7 @@ class Template:
 
     @functools.cached_property
     def granularity(self) -> Granularity:
-        """Of the spec."""
+        """Granularity of the spec."""
         return as_granularity(self.spec.granularity)
 
     def of(self, shape: Sequence[int]) -> encoding_pb2.EncodingSpec:
@@ -79,7 +80,7 @@ class Template:
         return message
 
     def spec_of(self, shape: Sequence[int]) -> EncodingSpec:
-        """The same as a spec. Raises: ARGUMENT_INVALID."""
+        """Like of(), but as an EncodingSpec. Raises: ARGUMENT_INVALID."""
         # Raises where the spec has no message.
         assert self._without_blocks is not None
         return dataclasses.replace(
@@ -94,7 +95,7 @@ class Template:
         return block_size
 
     def text(self) -> bytes:
-        """What tells specs apart, with the bytes that quantctl takes."""
+        """Text that tells specs apart, with the bytes that quantctl takes."""
         granularity = self.granularity
         blocks = ",".join(map(str, granularity.block_size))
         size = granularity.group_size
@@ -137,7 +138,8 @@ class SpecSet:
                 f"expected SPEC or PATTERN=SPEC, got {type(text).__name__}",
                 "specs")
         if text.startswith("@"):
-            # As quantctl: names may have other line breaks and spaces.
+            # Lines end as for quantctl: names may have other line breaks and
+            # spaces.
             lines = [line.strip(_SPACES) for line in
                      _files.read_text(text[1:]).split("\n")
                      if line.strip(_SPACES)]
@@ -168,14 +170,14 @@ class SpecSet:
 
     @property
     def has_importance(self) -> bool:
-        """Whether a spec takes it from stored statistics."""
+        """True if a spec takes importance from stored statistics."""
         return any(template is not None and
                    template.spec.importance is not None and
                    template.spec.importance.weight is None for template in (
                        self.base, *(spec for _, spec in self.overrides)))
 
     def text(self) -> bytes:
-        """What tells sets apart, with the bytes that quantctl takes."""
+        """Text that tells sets apart, with the bytes that quantctl takes."""
         parts = [b"\n" + pattern.encode() + b"=" + template.text()
                  for pattern, template in self.overrides]
         if self.base is not None:
@@ -195,15 +197,16 @@ def template_of(spec: Any) -> Template:
 
 @dataclasses.dataclass(frozen=True)
 class Filter:
-    """Which tensors are taken: reals of at least so many dimensions whose name
-    matches one of `include`, or any without, and none of `exclude`."""
+    """Choice of the tensors that are taken: reals of at least so many
+    dimensions whose name matches one of `include`, or any without, and none of
+    `exclude`."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     min_rank: int = 2
 
     def takes(self, tensor: FileTensor) -> bool:
-        """Whether the tensor is one."""
+        """True if the tensor is taken."""
         return self._is_of_kind(tensor) and (
             not self.include or _match_any(self.include, tensor.name)
         ) and not _match_any(self.exclude, tensor.name)
@@ -214,7 +217,7 @@ class Filter:
 
     def select(self, tensors: Iterable[FileTensor],
                specs: Optional[SpecSet] = None) -> list[FileTensor]:
-        """Those that have a spec, too, where there are such.
+        """Tensors that are taken, and have a spec where there are specs.
 
         Raises: ARGUMENT_INVALID for a pattern that takes none, or where none is
             left.
@@ -241,7 +244,7 @@ class Filter:
         return taken
 
     def text(self) -> bytes:
-        """What tells filters apart, with the bytes that quantctl takes."""
+        """Text that tells filters apart, with the bytes that quantctl takes."""
         return ("\n" + "\n+".join(self.include) + "\n" +
                 "\n-".join(self.exclude) + f"\n{self.min_rank}").encode()
 

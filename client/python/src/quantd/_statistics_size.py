@@ -52,7 +52,7 @@ class StatisticsSize:
 
 
 def _histogram_bytes(block: int) -> int:
-    """Of n elements that form a bell."""
+    """Bytes of the histogram of n elements that form a bell."""
     return 10 * block if block < 64 else int(250 * (math.log2(block) - 4))
 
 

@@ -42,7 +42,7 @@ class Options:
                 self.target, self.has_tls)), error)
 
     def allows(self, retries: Retries, error: errors.QuantdError) -> bool:
-        """Whether there is time for one more, after an error that it helps."""
+        """True if there is time for one more, after an error that it helps."""
         return (not retries.is_over and retries.count < self.max_retries and
                 error.cause not in (errors.LASTING, errors.UNTRUSTED) and
                 (error.retry_after or 0) < self._left(retries))
@@ -117,7 +117,7 @@ class StreamCall:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more will come."""
+        """True if nothing more will come."""
         with self._changed:
             return self._is_finished
 
@@ -226,13 +226,13 @@ class RetryingStream:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `receive` would not wait."""
+        """True if `receive` would not wait."""
         return bool(self._pending) and self._pending[0].is_answered and (
             not self._wants_retry(self._pending[0]))
 
     @property
     def is_open(self) -> bool:
-        """Whether a call waits for more."""
+        """True if a call waits for more."""
         return self._call is not None and not self._call.is_finished
 
     def send(self, exchange: Exchange[Any]) -> None:
@@ -248,7 +248,8 @@ class RetryingStream:
     def receive(self) -> Exchange[Any]:
         """The oldest exchange, answered or failed. Requires: pending_count."""
         front = self._pending[0]
-        # What was refused behind another one has its time from now on.
+        # An exchange that was refused behind another one has its time from now
+        # on.
         front.retries.restart_clock()
         while True:
             if front.is_answered:

@@ -14,7 +14,7 @@ from quantd.tensor import TensorName
 
 T = TypeVar("T")
 
-# Of a table in a notebook.
+# Most rows of a table in a notebook.
 _MOST_ROWS = 100
 _PLAIN = (bool, int, float, str, datetime.datetime)
 

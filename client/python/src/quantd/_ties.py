@@ -72,8 +72,8 @@ class Pattern:
         self._regex = re.compile(regex, re.DOTALL)
 
     def label_of(self, name: str) -> Optional[str]:
-        """The same for all names of a group; None for one that does not
-        match."""
+        """Label of a name, the same for all names of a group; None for one that
+        does not match."""
         match = self._regex.fullmatch(name)
         if match is None:
             return None
@@ -99,8 +99,8 @@ class Group:
 
     def tie(self, spec: EncodingSpec
             ) -> tuple[EncodingSpec, Optional[list[float]]]:
-        """What makes a tensor of the group share the scale: its spec, and the
-        outer maximum that goes with it."""
+        """Tying that makes a tensor of the group share the scale: its spec, and
+        the outer maximum that goes with it."""
         maximum = self.maximum()
         if scale_type_of(spec.to_proto()) in OUTER_SCALE_TYPES:
             return spec, [maximum]
@@ -146,7 +146,7 @@ class Ties:
             else [])
 
     def text(self) -> bytes:
-        """What tells ties apart, with the bytes that quantctl takes."""
+        """Text that tells ties apart, with the bytes that quantctl takes."""
         lines = [] if self._has_defaults else ["\nno-ties"]
         lines += [f"\ntie={pattern.text}" for pattern in self._given]
         return "".join(lines).encode()
@@ -172,18 +172,18 @@ class Ties:
                 in found.items() if len(members) > 1]
 
     def matters(self, specs: Iterable[Any]) -> bool:
-        """Whether there may be groups where these are all specs."""
+        """True if there may be groups where these are all specs."""
         return bool(self._given) or (self._has_defaults and any(
             map(self.matters_of, specs)))
 
     @staticmethod
     def matters_of(spec: Any) -> bool:
-        """Whether a spec has outer scales."""
+        """True if a spec has outer scales."""
         return scale_type_of(spec) in OUTER_SCALE_TYPES
 
     def raise_unless_optional(self, error: errors.QuantdError) -> None:
-        """Where names could not be listed: the defaults are left out for a
-        caller who may not list them."""
+        """Takes the error of names that could not be listed: the defaults are
+        left out for a caller who may not list them."""
         if self._given or error.code != grpc.StatusCode.PERMISSION_DENIED:
             raise error
 
@@ -257,7 +257,7 @@ class Ties:
 
 
 def can_share(group: Group, template: Template) -> bool:
-    """Whether the tensors of a group can share a scale of a spec."""
+    """True if the tensors of a group can share a scale of a spec."""
     if not group.shares_scale:
         return False
     try:
@@ -268,7 +268,7 @@ def can_share(group: Group, template: Template) -> bool:
 
 
 def _can_share(spec: Any, shape: Sequence[int]) -> bool:
-    """Whether tensors of this spec and shape can share a scale: the outer one,
+    """True if tensors of this spec and shape can share a scale: the outer one,
     or that of floats from the extremes."""
     if scale_type_of(spec) in OUTER_SCALE_TYPES:
         return outer_count(spec, shape) == 1
@@ -287,7 +287,7 @@ def _different_specs(name: str, spec: Any, other: str, other_spec: Any) -> str:
 
 
 def _obstacle(members: Sequence[tuple[FileTensor, Any]]) -> str:
-    """What is wrong with a group that cannot share a scale."""
+    """Text of what is wrong with a group that cannot share a scale."""
     first, spec = members[0]
     text = spec.SerializeToString(deterministic=True)
     for tensor, other in members:

@@ -1,5 +1,5 @@
-"""What the modules of torch share: scales of blocks, numbers that keep their
-type, and a state that tells how codes are laid out."""
+"""Helpers that the modules of torch share: scales of blocks, numbers that keep
+their type, and a state that tells how codes are laid out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from quantd import errors
 
-# What state_dict() calls what a module says in get_extra_state().
+# Key that state_dict() has for what a module says in get_extra_state().
 EXTRA_STATE = "_extra_state"
 
 
@@ -66,8 +66,8 @@ def keeping_types(convert: Callable[[torch.Tensor], torch.Tensor],
 
 def plain_block_size(block_size: Sequence[int], scale_shape: Sequence[int]
                      ) -> list[int]:
-    """The same for all block sizes that lay these scales out alike: 0 for a
-    dimension with one block, and nothing for one scale."""
+    """Block size that is the same for all block sizes that lay these scales out
+    alike: 0 for a dimension with one block, and nothing for one scale."""
     if math.prod(scale_shape) == 1:
         return []
     if len(block_size) != len(scale_shape):
@@ -83,7 +83,7 @@ class LaidOut(torch.nn.Module):  # type: ignore[misc]
     loaded. One without any, from before states had it, is.
     """
 
-    # What to do where torch.jit.script does not compile it.
+    # Advice for a module that torch.jit.script does not compile.
     in_place_of_scripts: str
 
     def __prepare_scriptable__(self) -> Any:
@@ -93,11 +93,13 @@ class LaidOut(torch.nn.Module):  # type: ignore[misc]
             f"{self.in_place_of_scripts}", "model")
 
     def layout(self) -> dict[str, Any]:
-        """What the reals depend on beside the tensors, as JSON has it."""
+        """Facts that the reals depend on beside the tensors, as JSON has
+        them."""
         raise NotImplementedError
 
     def layout_faults(self, state: Any) -> list[str]:
-        """Where `state`, what get_extra_state() of a module gave, differs."""
+        """Faults of `state`, what get_extra_state() of a module gave, that
+        differ from the layout."""
         try:
             got = dict(json.loads(bytes(state.tolist())))
         except (AttributeError, TypeError, ValueError):

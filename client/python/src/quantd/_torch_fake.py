@@ -16,9 +16,9 @@ from quantd.encoding import Encoding
 from quantd.tensor import Array, format_info
 
 _LEARN = (None, "scale", "log2_scale", "range")
-# Of a scale: the smallest normal float32.
+# Least scale: the smallest normal float32.
 _LEAST_SCALE = 2.0 ** -126
-# Of a zero point with exclude_zero.
+# Bound of a zero point with exclude_zero.
 _FARTHEST_ZERO_POINT = 1 << 22
 # Scales that follow from others are not free.
 _FREE_SCALE_TYPES = ("float32", "float16", "bfloat16")
@@ -50,7 +50,7 @@ class _Rounded(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[misc]
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Of the straight-through estimator."""
+        """Gradients of the straight-through estimator."""
         scale, is_inside, of_scale, is_nan = ctx.saved_tensors
         needs_x, needs_scale, needs_zero_point = ctx.needs_input_grad[:3]
         return (
@@ -231,7 +231,7 @@ class FakeQuantize(LaidOut):
         return rounded.to(x.dtype)
 
     def layout(self) -> dict[str, Any]:
-        """What is not learned."""
+        """Layout that is not learned."""
         initial = self._initial
         return {"format": initial.format,
                 "block_size": plain_block_size(initial.block_size,
@@ -273,7 +273,7 @@ class FakeQuantize(LaidOut):
         return scale, zero_point.to(torch.float32)
 
     def _factor(self, count: int) -> float:
-        """That of LSQ."""
+        """Factor of LSQ."""
         if not self.scale_gradient:
             return 1.0
         per_scale = max(count / self._initial.scale.size, 1.0)

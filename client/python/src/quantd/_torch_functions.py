@@ -1,4 +1,4 @@
-"""What a model computes outside of modules while it is observed."""
+"""Observes what a model computes outside of modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PRODUCTS = {
     "baddbmm": ("baddbmm", ("input", "batch1", "batch2")),
     "scaled_dot_product_attention": ("scaled_dot_product_attention",
                                      ("query", "key", "value"))}
-# Of torch since 1.13.
+# torch has modes since 1.13.
 HAS_MODES = hasattr(torch.overrides, "TorchFunctionMode")
 _Mode: Any = (torch.overrides.TorchFunctionMode if HAS_MODES else
               contextlib.nullcontext)
@@ -29,7 +29,8 @@ _Observe = Callable[[str, Mapping[Any, Any]], None]
 
 
 class _FastPath:
-    """Of how many blocks is it off, and what it was before."""
+    """State of the fast path: for how many blocks it is off, and what it was
+    before."""
 
     lock = threading.Lock()
     count = 0
@@ -51,7 +52,7 @@ def without_fast_path() -> Iterator[None]:
     one kernel in their place else. Of torch before 2.1: in this thread."""
     backend: Any = getattr(torch.backends, "mha", None)
     if not hasattr(backend, "set_fastpath_enabled"):
-        # Where functions are overridden there is no such kernel.
+        # While functions are overridden there is no such kernel.
         with _PassingMode():
             yield
         return
@@ -98,7 +99,7 @@ class Products(_Mode):  # type: ignore[misc]
 
     def _begin(self, name: str, module: torch.nn.Module) -> None:
         if not name:
-            # What an exception left behind.
+            # The frames are those that an exception left behind.
             self._running.frames.clear()
         self._running.frames.append((name, module, collections.Counter()))
 

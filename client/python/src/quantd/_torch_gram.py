@@ -47,7 +47,7 @@ class _Seen:
 
 
 class SharedInputs:
-    """Which inputs are those of an earlier layer: the same tensor, unchanged,
+    """Inputs that are those of an earlier layer: the same tensor, unchanged,
     with the same rows. Not thread-safe."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class SharedInputs:
 
 
 def _geometry(module: torch.nn.Module) -> Any:
-    """What decides on the rows beside the tensor."""
+    """Geometry that decides on the rows beside the tensor."""
     if not isinstance(module, torch.nn.Conv2d):
         return None
     return (module.kernel_size, module.stride, module.dilation,

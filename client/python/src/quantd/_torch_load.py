@@ -14,15 +14,16 @@ from quantd.files import Path, TensorFile, load
 from quantd.results import QuantizedTensor
 from quantd.tensor import ELEMENT_DTYPES
 
-# What files have of them without a scale: a tensor of bytes for quantd.load.
+# Types of float8 that files have without a scale: a tensor of bytes for
+# quantd.load.
 _FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-# Of those that an error names.
+# Most names in an error.
 _MOST_NAMED = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedNames:
-    """What load_into did.
+    """Names of what load_into did.
 
     dequantized: names of the tensors that were codes. copied: of all others.
     missing: of the model, and not in the file. unexpected: of the file, and
@@ -91,7 +92,8 @@ def load_into(model: torch.nn.Module, path: Path, *, strict: bool = True
 
 
 def _targets(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What the file is to fill; state that is no tensor is in no file."""
+    """Tensors that the file is to fill; state that is no tensor is in no
+    file."""
     found = {name: tensor for name, tensor in
              model.state_dict(keep_vars=True).items()
              if isinstance(tensor, torch.Tensor)}
@@ -150,7 +152,7 @@ def _check(file: TensorFile, targets: dict[str, torch.Tensor],
 
 def _check_memory(model: torch.nn.Module, targets: dict[str, torch.Tensor]
                   ) -> None:
-    """That the model has what is written to the targets."""
+    """Checks that the model has what is written to the targets."""
     tensors = [*model.parameters(), *model.buffers()]
     ids, places = set(map(id, tensors)), set(map(_memory, tensors)) - {None}
     copies = [name for name, tensor in targets.items()
@@ -164,7 +166,7 @@ def _check_memory(model: torch.nn.Module, targets: dict[str, torch.Tensor]
 
 
 def _memory(tensor: torch.Tensor) -> Optional[tuple[str, int]]:
-    """Where the storage of a tensor begins; None where it has none."""
+    """Place where the storage of a tensor begins; None where it has none."""
     try:
         # torch before 2.0 has storages with types only.
         storage = getattr(tensor, "untyped_storage", tensor.storage)()
@@ -182,10 +184,10 @@ def _some(what: str, names: Any) -> Iterator[str]:
 
 
 def _copy(file: TensorFile, name: str, target: torch.Tensor) -> bool:
-    """Whether there were codes."""
+    """Copies a tensor of the file to the target. True if there were codes."""
     value = file[name]
     if isinstance(value, QuantizedTensor):
-        # What torch has beyond the types of quantd gets float32.
+        # Types of torch beyond those of quantd get float32.
         found = str(target.dtype)[len("torch."):]
         target.copy_(dataclasses.replace(
             value, element_type=found if found in ELEMENT_DTYPES else "float32"

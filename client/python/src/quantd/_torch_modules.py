@@ -92,7 +92,7 @@ class QuantizedWeight(LaidOut):
                 ).to(real)
 
     def layout(self) -> dict[str, Any]:
-        """Of the codes."""
+        """Layout of the codes."""
         return {"format": self.format, "block_size": plain_block_size(
             self.block_size, self.scale.shape)}
 
@@ -107,7 +107,7 @@ class QuantizedWeight(LaidOut):
         if codes is None or codes.dtype == self.codes.dtype:
             super()._load_from_state_dict(state, prefix, *arguments)
         else:
-            # Of the module's type they would wrap around.
+            # In the module's type they would wrap around.
             faults = arguments[-1]
             faults.append(f"{prefix}codes: expected {self.codes.dtype} of "
                           f"{self.format}, got {codes.dtype}")
@@ -152,7 +152,7 @@ class QuantizedEmbedding(_Quantized,
 # Other classes may use their weights in ways of their own.
 _CLASSES: dict[Any, Any] = {
     torch.nn.Linear: QuantizedLinear,
-    # That of MultiheadAttention.
+    # The Linear of MultiheadAttention.
     torch.nn.modules.linear.NonDynamicallyQuantizableLinear: QuantizedLinear,
     torch.nn.Conv1d: QuantizedConv1d, torch.nn.Conv2d: QuantizedConv2d,
     torch.nn.Conv3d: QuantizedConv3d, torch.nn.Embedding: QuantizedEmbedding}
@@ -192,7 +192,7 @@ class ReplacedWeight(Tabular):
 
 @dataclasses.dataclass(frozen=True)
 class ReplacedWeights:
-    """What quantize_ did.
+    """Report of what quantize_ did.
 
     replaced: in the order of the model.
     left_out: why, by name, of all other parameters with floats and two
@@ -334,7 +334,7 @@ def _weights(model: torch.nn.Module) -> Iterator[_Weight]:
 
 def _choose(weights: list[_Weight], specs: Sources, left_out: dict[str, str]
             ) -> list[_Weight]:
-    """Those that the specs are for, with name and source."""
+    """Weights that the specs are for, with name and source."""
     what = "a weight of a Linear, Conv1d, Conv2d, Conv3d or Embedding"
     if not weights:
         raise errors.argument_invalid(f"expected {what} in the model, got none",

@@ -18,8 +18,8 @@ _HOOKS_TAKE_KEYWORDS = "with_kwargs" in inspect.signature(
 
 
 def run(model: torch.nn.Module, batch: Any) -> Any:
-    """What a model makes of a batch: a tensor of arguments of their own, a
-    tuple, or a mapping of keywords. Of several outputs the first, or
+    """Output that a model makes of a batch: a tensor of arguments of their own,
+    a tuple, or a mapping of keywords. Of several outputs the first, or
     `logits`."""
     if isinstance(batch, Mapping):
         output = model(**batch)
@@ -80,7 +80,7 @@ def _ratio(noise: float, signal: float) -> float:
 
 
 def _can_probe(module: torch.nn.Module) -> bool:
-    """Whether its weight can be replaced for a moment."""
+    """True if the module's weight can be replaced for a moment."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.is_floating_point()
 
@@ -99,7 +99,7 @@ class _Probe:
 
     def __enter__(self) -> _Probe:
         weight = self._weight
-        # The same numbers on every device.
+        # Noise of the same numbers on every device.
         noise = torch.randn(weight.shape, generator=torch.Generator(
             ).manual_seed(weight.numel()))
         scale = _NOISE * float(weight.double().square().mean())**.5

@@ -1,4 +1,4 @@
-"""What codes stand for, computed here: the definitions of
+"""Numbers that codes stand for, computed here: the definitions of
 proto/quantd/v1/encoding.proto in numpy."""
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def warn_of_infinities(reals: Array, element_type: str, name: str) -> None:
 
 def warn_of_not_finite(name: str, format_name: str, nan_count: int,
                        infinity_count: int, stacklevel: int) -> None:
-    """Of a tensor that was quantized; the codes do not tell."""
+    """Warns of a tensor that was quantized; the codes do not tell."""
     if nan_count or infinity_count:
         warnings.warn(
             f"quantd: tensor {name!r} has {nan_count} NaN and {infinity_count} "
@@ -100,7 +100,7 @@ def coarse_scale_count(encoding: Encoding) -> int:
 
 
 def warn_of_coarse_scales(name: str, count: int, stacklevel: int) -> None:
-    """Of a tensor that was quantized."""
+    """Warns of a tensor that was quantized."""
     if count:
         warnings.warn(
             f"quantd: tensor {name!r}: {count} scales are below 2^-20, where "

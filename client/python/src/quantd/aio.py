@@ -112,7 +112,7 @@ class _Call:
             pass
 
     def _raise_fault(self) -> None:
-        """What the messages up raised."""
+        """Raises the error of the messages up, if there is one."""
         if self._writer.done() and not self._writer.cancelled():
             fault = self._writer.exception()
             if fault is not None:
@@ -216,7 +216,7 @@ class Client:
         self._output_memory.close()
         for loop, channel in list(self._channels.items()):
             if loop.is_running() and loop is not asyncio.get_running_loop():
-                # Of another thread, which alone may end its calls.
+                # The loop is of another thread, which alone may end its calls.
                 asyncio.run_coroutine_threadsafe(channel.close(), loop)
             else:
                 await channel.close()
@@ -626,7 +626,7 @@ class Client:
         return self._channels[loop]
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """Of every call."""
+        """Metadata of every call."""
         return () if self._token is None else (self._token.metadata(),)
 
     def _begin(self, method: str, messages: AsyncIterator[bytes]) -> _Call:
@@ -904,7 +904,7 @@ class Client:
 
 
 async def _each(items: _Items) -> AsyncIterator[Any]:
-    """Of either kind."""
+    """Yields the items of an iterable of either kind."""
     if isinstance(items, collections.abc.AsyncIterable):
         async for item in items:
             yield item

@@ -44,10 +44,10 @@ _TLS_CHANNELS = 4
 
 
 class _Connection:
-    """What a client holds while it is open."""
+    """Resources that a client holds while it is open."""
 
     def __init__(self, channels: Sequence[grpc.Channel]) -> None:
-        # Of calls that are no streams.
+        # Channel of calls that are no streams.
         self.channel = channels[0]
         self._channels = channels
         self._turns = itertools.cycle(channels)
@@ -805,8 +805,8 @@ class Client:
                 model, revision, field)
 
     def _tied_names(self, ties: Ties, model: str, revision: str) -> list[str]:
-        """Of tensors with statistics; none where the caller may not list them
-        and nothing but defaults is tied."""
+        """Names of tensors with statistics; none where the caller may not list
+        them and nothing but defaults is tied."""
         try:
             return [entry.tensor for entry in
                     self.list_statistics(model, revision)]
@@ -933,7 +933,7 @@ class Client:
                     stream.receive()
                     exchange.join(part)
         except ValueError as error:
-            # What gRPC says of a channel that another thread has closed.
+            # gRPC says this of a channel that another thread has closed.
             raise errors.client_closed() from error
         finally:
             self._give_back(method, stream)
@@ -964,7 +964,8 @@ class Client:
                    progress: Progress) -> Iterator[Any]:
         stream = self._take_stream(method)
         sizes: collections.deque[int] = collections.deque()
-        # What of those must be answered before another like it is sent.
+        # Order keys of exchanges that must be answered before another one like
+        # them is sent.
         pending: dict[Any, None] = {}
 
         def receive() -> Any:

@@ -33,12 +33,14 @@ _MANTISSA_BITS = range(2, 11)
 # Elements that are worked on at once: what is made of them takes some tens of
 # bytes for each, and the sum of squares of 21 bits must fit.
 _AT_ONCE = 1 << 20
-# Of a Gram matrix, and of how many rows the sums of products are exact.
+# Largest code of a Gram matrix, and the number of rows for which sums of
+# products are exact.
 _LARGEST_CODE = (1 << 20) - 1
 _EXACT_ROWS = 1 << 13
 # 32 bits.
 _LOW = (1 << 32) - 1
-# Of an element: the sign, and the power of two that its mantissa counts.
+# Upper bits of an element: the sign, and the power of two that its mantissa
+# counts.
 _POWER_BITS = 9
 _EXPONENT_MASK = 0xFF
 # Squares of mantissas have 48 bits.
@@ -46,7 +48,7 @@ _HALF_SQUARE = (1 << 24) - 1
 
 
 def _kernels_of(array: Any) -> Any:
-    """What works on it, and the array as that takes it."""
+    """Kernels that work on the array, and the array as those take it."""
     if _sharding.is_sharded(array):
         raise errors.argument_invalid(
             "expected the local part of a DTensor, and slice_of of the State",
@@ -86,7 +88,7 @@ def _exact_sums(sums: Sequence[int], unit: int) -> statistics_pb2.ExactSums:
     """In the one form that they have; see ExactSums."""
     if not any(sums):
         return statistics_pb2.ExactSums()
-    # Of all sums at once: the lowest bit that is set in any of them.
+    # Lowest bit that is set in any of the sums.
     lowest = min((total & -total).bit_length() - 1 for total in sums if total)
     bits = max((total if total >= 0 else ~total).bit_length() + 1
                for total in sums if total)
@@ -142,21 +144,21 @@ class State:
         self.element_type = "float32"
         # The largest extent of each dimension.
         self.shape: tuple[int, ...] = ()
-        # As it was given, and with the largest extents.
+        # Slice as it was given, and with the largest extents.
         self._given_slice = slice_of
         self.slice_of: Optional[Slice] = None
         self._kernels: Any = None
         self._block_size: tuple[int, ...] = ()
         self._scale_shape: tuple[int, ...] = ()
         self._bits = 0
-        # Of all elements; then NaN, +Inf, -Inf, zeros.
+        # Counts of all elements; then of NaN, +Inf, -Inf and zeros.
         self._counts = [0] * 5
         self._extremes: Any = None
         self._non_finite: Any = None
-        # Of bins by scale index and key: rows of count, sum of low bits, and
-        # sum of their squares in 32 low bits and the rest.
+        # Sums of bins by scale index and key: rows of count, sum of low bits,
+        # and sum of their squares in 32 low bits and the rest.
         self._bins = _Sums()
-        # Of moments, by feature and the upper bits of an element: rows of
+        # Sums of moments, by feature and the upper bits of an element: rows of
         # count, sum of mantissas, and of their squares in 24 low bits and the
         # rest. Elements of each feature, finite or not, and those that are not.
         self._powers = _Sums()
@@ -172,7 +174,7 @@ class State:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes in memory."""
+        """Bytes that the state takes in memory."""
         arrays = [*self._gram, *(self._bins.table or ()),
                   *(self._powers.table or ())]
         return 8 * (len(arrays) and sum(
@@ -324,7 +326,7 @@ class State:
         self._extremes = low, high
 
     def _blocks(self, array: Any, reduce: Any, none: Any) -> Any:
-        """Of each block one number; `none` of those of other parts."""
+        """One number of each block; `none` of those of other parts."""
         if not self._block_size:
             return reduce(array.reshape(-1), 0, 0).reshape(1)
         for axis, block in enumerate(self._block_size):
@@ -359,7 +361,7 @@ class State:
         table[2], table[3] = table[2] & _LOW, table[3] + (table[2] >> 32)
 
     def _scale_index(self, offsets: Any, shape: tuple[int, ...]) -> Any:
-        """Of elements by their offsets."""
+        """Scale index of elements by their offsets."""
         index = 0
         stride = math.prod(shape)
         firsts = self.slice_of.offset if self.slice_of else (0,) * len(shape)
@@ -423,7 +425,7 @@ class State:
                     self._gram[part] += product
 
     def _part_size(self) -> int:
-        """As the service splits features."""
+        """Size of the parts that the service splits features into."""
         assert self.step_exponent is not None
         features = len(self.step_exponent)
         most = self.max_part or 8192

@@ -126,7 +126,7 @@ class Importance:
         if self.axis != -1:
             message.axis = self.axis
         if self.weight is None:
-            # As quantctl writes it.
+            # Importance as quantctl writes it.
             message.inputs.SetInParent()
         if isinstance(self.inputs, TensorName):
             message.inputs.CopyFrom(self.inputs.to_proto())
@@ -264,21 +264,21 @@ class EncodingSpec:
         return message
 
 
-# As quantctl has them.
+# Words as quantctl has them.
 _SYMMETRY_WORDS = ("asymmetric", "strict", "full-range", "half-step", "aimet")
 _METHOD_WORDS = ("minmax", "percentile", "mse", "sqnr", "entropy", "fixed",
                  "moving-average", "best-of")
 
 
 def _is_parameter(word: str, text: str) -> bool:
-    """Whether the part after `word` belongs to it."""
+    """True if the part after `word` belongs to it."""
     if word == "per-channel":
         return text.lstrip("-").isdigit()
     return word != "fixed" or "," in text
 
 
 def _entries(text: str) -> tuple[float, ...]:
-    """Of a codebook, or of a file that has them."""
+    """Entries of a codebook, or of a file that has them."""
     try:
         return tuple(float(entry) for entry in text.split(","))
     except ValueError:
@@ -394,7 +394,7 @@ def scales_of(stored: Array) -> dict[str, Array]:
 
 
 def scale_type_name(value: int) -> str:
-    """Of a ScaleType of proto/."""
+    """Name of a ScaleType of proto/."""
     return _SCALE_TYPES.name(value)
 
 
@@ -464,7 +464,8 @@ class Encoding:
                             ("outer_scale", np.float32),
                             ("codebook", np.float32)):
             given = getattr(self, name)
-            # As from_proto() has it: there are five of them a tensor.
+            # Arrays as from_proto() has them stay: there are five of them a
+            # tensor.
             if type(given) is np.ndarray and given.ndim and (
                     given.dtype == dtype):
                 continue
@@ -510,12 +511,12 @@ class Encoding:
 
     @property
     def zero_points_are_real(self) -> bool:
-        """Whether they are real, and may lie between codes."""
+        """True if the zero points are real, and may lie between codes."""
         return bool(self.zero_point.dtype.kind == "f")
 
     @property
     def has_zero_points(self) -> bool:
-        """Whether some are not 0, or they are real."""
+        """True if some zero points are not 0, or they are real."""
         return self.zero_points_are_real or bool(self.zero_point.any())
 
     @property
@@ -539,7 +540,8 @@ class Encoding:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        """What is not as by default; of long arrays how long they are."""
+        """Shows fields that are not as by default; of long arrays how long they
+        are."""
         words = [repr(self.format)]
         for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
@@ -586,7 +588,7 @@ class Encoding:
 
     @property
     def goes_in_chunks(self) -> bool:
-        """Whether there are too many scales for a header."""
+        """True if there are too many scales for a header."""
         return self.scale_count > MOST_SCALES_IN_HEADER
 
     def to_header_proto(self) -> encoding_pb2.Encoding:
@@ -607,7 +609,7 @@ class Encoding:
         return message
 
     def with_scales(self, **fields: Any) -> Encoding:
-        """The same with other scales: `scale`, or `scale_code`."""
+        """Returns the encoding with other scales: `scale`, or `scale_code`."""
         for name in ("scale", "scale_code"):
             if name not in fields:
                 fields[name] = (
@@ -620,7 +622,7 @@ class Encoding:
 
     @classmethod
     def from_proto(cls, message: encoding_pb2.Encoding) -> Encoding:
-        """As the server has it."""
+        """Makes the encoding of a message, as the server has it."""
         shape = tuple(message.scale_shape)
 
         def numbers(values: Any, dtype: Any, is_shaped: bool = True) -> Array:
@@ -667,8 +669,8 @@ class EncodingReference:
             name=self.name.to_proto() if self.name else None, etag=self.etag)
 
 
-# Where an encoding comes from: the service, the caller, or the data. A string
-# is a spec as EncodingSpec.parse takes it.
+# Source of an encoding: the service, the caller, or the data. A string is a
+# spec as EncodingSpec.parse takes it.
 Source = Union[EncodingReference, Encoding, EncodingSpec, str]
 
 

@@ -12,8 +12,8 @@ from quantd import _wire
 if TYPE_CHECKING:
     from quantd.v1 import tensor_pb2
 
-# What controls a terminal: C0, DEL and C1, and what turns the direction of
-# writing.
+# Characters that control a terminal: C0, DEL and C1, and those that turn the
+# direction of writing.
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # Causes of SERVER_UNREACHABLE, as in client/cpp/errors.h: what only a person
 # can mend, of that a certificate that is not trusted, and a server that closes
@@ -21,7 +21,7 @@ _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 LASTING = "lasting"
 UNTRUSTED = "untrusted"
 CLOSED = "closed"
-# What gRPC 1.51 says, what is to be said, and the cause.
+# Words of gRPC 1.51, the text to say, and the cause.
 _UNTRUSTED_TEXT = (
     "the TLS handshake with {target} failed: its certificate is of no "
     "authority that this client knows, or for another name; check ca of "
@@ -57,15 +57,15 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class Name(Protocol):
-    """What errors know of a TensorName."""
+    """Parts of a TensorName that errors know."""
 
     @property
     def model(self) -> str:
-        """Of the tensor."""
+        """Model of the tensor."""
 
     @property
     def revision(self) -> str:
-        """Of the model."""
+        """Revision of the model."""
 
     @property
     def tensor(self) -> str:
@@ -117,7 +117,7 @@ def _printable(text: str) -> str:
 
 
 def ends_all(error: QuantdError) -> bool:
-    """Whether the error of one tensor is one of all that would follow."""
+    """True if the error of one tensor is one of all that would follow."""
     return error.code == grpc.StatusCode.UNAVAILABLE or (
         error.reason in ("TIMEOUT", "CLIENT_CLOSED"))
 
@@ -134,7 +134,7 @@ def response_malformed(message: str) -> QuantdError:
 
 
 def checksum_mismatch(expected: int, got: int) -> QuantdError:
-    """What arrived is not what was sent."""
+    """Error of data that arrived otherwise than they were sent."""
     return QuantdError(
         grpc.StatusCode.DATA_LOSS, "CHECKSUM_MISMATCH",
         f"XXH3 of the data received is {got:016x}, the server sent "

@@ -18,12 +18,12 @@ from quantd.results import QuantizedTensor
 from quantd.tensor import Array, naming
 
 Path = Union[str, "os.PathLike[str]"]
-# What a file has under a name: reals and other plain tensors as arrays of numpy
-# or tensors of torch.
+# Value that a file has under a name: reals and other plain tensors as arrays of
+# numpy or tensors of torch.
 FileValue = Union[Any, QuantizedTensor]
 # How names of safetensors begin for types of which arrays have the bits.
 _NOT_OF_NUMPY = ("F4", "F6_", "F8", "BF")
-# Of arrays, by what element_types says of them.
+# Dtypes of arrays in files, by what element_types says of them.
 _SAVED_AS = {**_files.DTYPE_OF_ELEMENTS, "uint16": "U16", "uint8": "U8",
              "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
              "float8_e8m0fnu": "F8_E8M0"}
@@ -31,7 +31,7 @@ _SAVED_AS = {**_files.DTYPE_OF_ELEMENTS, "uint16": "U16", "uint8": "U8",
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """What a file says of a tensor.
+    """Facts about a tensor that a file tells.
 
     dtype: of the elements, as safetensors names it: "F32", "BF16", ...; of a
         quantized tensor that of its codes.
@@ -67,7 +67,7 @@ class TensorFile(Mapping[str, FileValue]):
                  else [_files.open_file(path)])
         self._tensors = {name: tensor for file in files
                          for name, tensor in file.tensors.items()}
-        # Of all shards; the first that has a key counts.
+        # Metadata of all shards; the first that has a key counts.
         self.metadata: dict[str, str] = {}
         for file in files:
             for key, value in file.metadata.items():
@@ -75,9 +75,9 @@ class TensorFile(Mapping[str, FileValue]):
         # Names of tensors of GGUF types that are not known.
         self.unread = [name for file in files for name in file.unread]
         self._model: Optional[_compressed.Model] = None
-        # Of tensors that are codes in a way that is not read.
+        # Errors of tensors that are codes in a way that is not read.
         self._errors: dict[str, errors.QuantdError] = {}
-        # What each quantized tensor is made of.
+        # Names of the tensors that each quantized tensor is made of.
         self._parts = {
             key[len(_layout.KEY_PREFIX):]: [
                 key[len(_layout.KEY_PREFIX):] + suffix
@@ -323,7 +323,7 @@ def _plain_array(tensor: Any, given: Optional[str]) -> tuple[Array, str]:
 
 
 def _check_types(rest: Mapping[str, str]) -> None:
-    """Whether element_types are of tensors that take them. rest: those that
+    """Checks that element_types are of tensors that take them. rest: those that
     none took."""
     if rest:
         raise errors.argument_invalid(

@@ -24,7 +24,7 @@ ImportSource = Union[str, "os.PathLike[str]", bytes, bytearray, memoryview]
 _PIECE_BYTES = 1 << 20
 # Hints may be many: they are spread over the messages.
 _HINTS_OF_MESSAGE = 1000
-# Of those that an error names.
+# Most losses that an error names.
 _MOST_NAMED = 5
 
 _FORMATS = EnumNames(es.InterchangeFormat, "INTERCHANGE_FORMAT_",
@@ -32,7 +32,8 @@ _FORMATS = EnumNames(es.InterchangeFormat, "INTERCHANGE_FORMAT_",
 
 
 def format_value(name: Optional[str]) -> Any:
-    """Of a name as quantctl has it; 0 for None. Raises: ARGUMENT_INVALID."""
+    """Number of a format's name as quantctl has it; 0 for None. Raises:
+    ARGUMENT_INVALID."""
     if name is None:
         return 0
     key = str(name).lower().replace(".", "_").replace("-", "_")
@@ -44,7 +45,7 @@ def format_value(name: Optional[str]) -> Any:
 
 
 def format_name(value: int) -> str:
-    """As quantctl has it: "aimet-1.0.0"."""
+    """Name of a format as quantctl has it: "aimet-1.0.0"."""
     return _spelled(_FORMATS.name(value))
 
 
@@ -55,7 +56,7 @@ def _spelled(key: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class InterchangeLoss(Tabular):
-    """What an export or an import could not carry over.
+    """Loss of an export or an import: what it could not carry over.
 
     what: for people: which field, and what became of it; or why the encoding is
         left out.
@@ -68,7 +69,7 @@ class InterchangeLoss(Tabular):
 
     @classmethod
     def from_proto(cls, message: es.InterchangeLoss) -> InterchangeLoss:
-        """As the server has it."""
+        """Makes the loss of a message, as the server has it."""
         return cls(message.tensor, message.what, message.left_out)
 
 
@@ -97,7 +98,7 @@ class ExportedEncodings(Tabular):
 
 @dataclasses.dataclass(frozen=True)
 class ImportedEncodings(Tabular):
-    """What became of a file of encodings.
+    """Result of importing a file of encodings.
 
     format: of the file, e.g. "aimet-1.0.0".
     encoding_count: encodings stored, or that would be.
@@ -123,7 +124,8 @@ class ImportedEncodings(Tabular):
 
 @dataclasses.dataclass(frozen=True)
 class TensorHint:
-    """What a file does not say about its tensors; see the TensorHint of proto/.
+    """Facts about its tensors that a file does not tell; see the TensorHint of
+    proto/.
 
     pattern: glob over names of tensors, with * and ?.
     shape: in elements. block_size: elements per scale in each dimension, 0 the
@@ -212,7 +214,7 @@ class ImportUpload:
             message = es.ImportEncodingsRequest()
 
     def _pieces(self) -> Iterator[bytes]:
-        """Of the file; one that is empty, of an empty file."""
+        """Pieces of the file; one that is empty, of an empty file."""
         if self._data is not None:
             yield bytes(self._data[:_PIECE_BYTES])
             for first in range(_PIECE_BYTES, self._data.nbytes, _PIECE_BYTES):
@@ -229,7 +231,7 @@ class ImportUpload:
             raise
 
     def result(self, answer: es.ImportEncodingsResponse) -> ImportedEncodings:
-        """Of the server's answer."""
+        """Result of the server's answer."""
         return ImportedEncodings(
             format_name(answer.format), answer.encoding_count,
             self._first.dry_run,

@@ -38,14 +38,14 @@ from quantd.results import OutputNoise, QuantizedTensor
 from quantd.tensor import TensorName, format_info
 from quantd.v1 import quantization_service_pb2 as qs
 
-# As quantctl names them: see client/cli/quantize.cc.
+# Keys of metadata as quantctl names them: see client/cli/quantize.cc.
 _COMMAND_KEY = "quantctl.command"
 _RUN_KEY = "quantctl.run"
 _TENSORS_KEY = "quantctl.tensors"
 _CHECKSUM_KEY = "quantctl.checksum"
 _LAYOUT = "quantd"
 _MOST_NAMES = 10
-# Of data; see _header_room.
+# Bytes of data from which on a file has room; see _header_room.
 _ROOM_FROM_BYTES = 16 << 20
 _OTHER_PART = (", made from another source or with other arguments than these; "
                "all parts need the same ones")
@@ -56,7 +56,7 @@ _NAN_POLICIES = (None, "zero_point", "qmin", "reject")
 
 @dataclasses.dataclass(frozen=True)
 class ModelTensor(Tabular):
-    """What became of one tensor.
+    """Result of one tensor.
 
     result: "quantized", "copied", "kept" from an earlier run, or "failed",
         which is copied too.
@@ -88,7 +88,7 @@ class ModelTensor(Tabular):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedModel(Tabular):
-    """What quantize_model() wrote.
+    """Report of what quantize_model() wrote.
 
     tensors: in the order of the files, with to_dicts() for a table.
     file_bytes: of the files with tensors.
@@ -103,7 +103,7 @@ class QuantizedModel(Tabular):
 
 @dataclasses.dataclass(eq=False)
 class _Outcome:
-    """What became of a tensor so far."""
+    """Result of a tensor so far."""
 
     error: Optional[errors.QuantdError] = None
     is_quantized: bool = False
@@ -119,7 +119,7 @@ class _Outcome:
     output_noise: Optional[OutputNoise] = None
 
     def record(self) -> dict[str, Any]:
-        """What a shard tells of it to the runs after this one."""
+        """Record that a shard keeps of it for the runs after this one."""
         record = {"format": self.format, "bytes": self.output_bytes,
                   **{key: getattr(self, key) for key in _RECORDED}}
         if self.is_compensated:
@@ -173,7 +173,7 @@ class _Target:
     """One file that a run writes: a shard, or a part of one."""
 
     shard: _Shard
-    # Those that are quantized.
+    # The tensors that are quantized.
     tensors: Sequence[FileTensor]
     path: str
     part: Optional[Part] = None
@@ -182,7 +182,7 @@ class _Target:
 
     @property
     def covered(self) -> Sequence[FileTensor]:
-        """What of the shard this run has to do with."""
+        """Tensors of the shard that this run has to do with."""
         return (list(self.shard.file.tensors.values()) if self.part is None
                 else self.tensors)
 
@@ -327,7 +327,7 @@ def _hash(text: bytes) -> str:
 
 
 def _file_text(path: str) -> str:
-    """What tells the contents of a file from those of another time."""
+    """Text that tells the contents of a file from those of another time."""
     status = os.stat(path)
     return (f"{status.st_size} {status.st_mtime_ns // 10**9} "
             f"{status.st_mtime_ns % 10**9}\n")
@@ -443,7 +443,7 @@ class _Run:
 
     @property
     def _has_keys(self) -> bool:
-        """Whether anything says what files were made from."""
+        """True if anything says what files were made from."""
         return (self._is_folder or self._joins or self._part is not None or
                 self._store)
 
@@ -551,7 +551,7 @@ class _Run:
 
     @staticmethod
     def _check_names(file: InputFile, name: str) -> None:
-        """Those that a quantized tensor takes must be free."""
+        """Checks that the names that a quantized tensor takes are free."""
         for suffix in _layout.SUFFIXES:
             if name + suffix in file.tensors:
                 raise errors.argument_invalid(
@@ -569,7 +569,7 @@ class _Run:
                          f"{'complete' if self._is_folder else 'written'}; "
                          "keep_going leaves such tensors as they are")
 
-    # What earlier runs left.
+    # Files that earlier runs left.
 
     def _check_folder(self) -> None:
         has_own = False
@@ -698,7 +698,7 @@ class _Run:
         text += b"".join(self._importance.run_text(tensor.name,
                                                    self._spec(tensor))
                          for tensor in shard.selected)
-        # What others have decides on a scale too.
+        # Tied tensors of other shards decide on a scale too.
         for group in self._groups:
             names = {tensor.name for tensor in group.tensors}
             if not names & shard.file.tensors.keys():
@@ -713,7 +713,7 @@ class _Run:
         shard.run = _hash(text)
 
     def _keep(self, shard: _Shard, metadata: Mapping[str, str]) -> bool:
-        """Whether an earlier run has written that shard; takes over what it
+        """True if an earlier run has written that shard; takes over what it
         tells."""
         if metadata.get(_RUN_KEY) != shard.run or self._has_failed(shard):
             return False
@@ -820,13 +820,13 @@ class _Run:
                               _CHECKSUM_KEY if _RUN_KEY in writer.metadata
                               else "")
             except errors.QuantdError as error:
-                # The same part may be under way elsewhere, and be first.
+                # This part may be under way elsewhere too, and be first.
                 if error.reason != "FILE_EXISTS" or not shard.run or (
                         _metadata_of(target.path).get(_RUN_KEY) != shard.run):
                     raise
 
     def _header_room(self, target: _Target) -> int:
-        """Of a large file: enough for the header, whatever becomes of the
+        """Room for the header of a large file: enough, whatever becomes of the
         tensors. quantctl leaves it, so that codes come to where they stay."""
         specs = {tensor.name: self._template(tensor.name).of(tensor.shape)
                  for tensor in target.tensors}
@@ -947,7 +947,7 @@ class _Run:
                 raise
 
     def _tensors_in(self, revision: str) -> set[str]:
-        """Those that have encodings in the store."""
+        """Names of the tensors that have encodings in the store."""
         assert self._client is not None
         return {stored.name.tensor for stored in
                 self._client.list_encodings(self._model, revision)}
@@ -1025,7 +1025,7 @@ class _Run:
         ) if self._is_folder else []
         return QuantizedModel(
             self._target, tensors,
-            # Of a part whose shard was joined meanwhile there is no file.
+            # A part whose shard was joined meanwhile has no file.
             sum(os.stat(target.path).st_size for target in self._targets
                 if os.path.exists(target.path)),
             tuple(left_out))
@@ -1040,7 +1040,7 @@ def _with_note(error: errors.QuantdError, note: str) -> errors.QuantdError:
 
 
 def _check_data(file: InputFile) -> None:
-    """Whether a file still has the data that its checksum is of. Raises:
+    """Checks that a file still has the data that its checksum is of. Raises:
     FILE_MALFORMED."""
     expected = file.metadata.get(_CHECKSUM_KEY, "not kept")
     got = _files.data_checksum(file)
@@ -1051,7 +1051,7 @@ def _check_data(file: InputFile) -> None:
 
 
 def _is_intact(path: str) -> bool:
-    """Whether a file has the data that were written, all of which this reads;
+    """True if a file has the data that were written, all of which this reads;
     warns where it does not."""
     try:
         _check_data(_files.open_safetensors(path))
@@ -1065,7 +1065,7 @@ def _is_intact(path: str) -> bool:
 
 
 def _metadata_of(path: str) -> Mapping[str, str]:
-    """Of a safetensors file; none where it is none."""
+    """Metadata of a safetensors file; none where it is none."""
     try:
         return _files.open_safetensors(path).metadata
     except errors.QuantdError:
@@ -1080,9 +1080,9 @@ def _method_in(folder: str) -> str:
 
 
 def _is_too_large(error: errors.QuantdError, job: QuantizeJob) -> bool:
-    """Whether the server cannot hold the tensor, which it need not where it is
+    """True if the server cannot hold the tensor, which it need not where it is
     given the encoding."""
-    # What else it would hold is not in an encoding.
+    # Anything else that it would hold is not in an encoding.
     return (error.reason == "MEMORY_BUDGET" and job.outer_maximum is None and
             job.rounding is None and isinstance(job.source, EncodingSpec) and
             job.source.importance is None)
@@ -1134,7 +1134,7 @@ class _Sender:
             self._fault = self._fault or error
 
     def _send(self, jobs: Iterator[tuple[int, FileTensor]]) -> None:
-        # What is on its way: its place, and where its codes go.
+        # Tensors on their way: their place, and where their codes go.
         pending: collections.deque[
             tuple[int, FileTensor, int, QuantizeJob]] = collections.deque()
 

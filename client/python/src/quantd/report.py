@@ -62,8 +62,8 @@ class TensorReport:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelReport:
-    """What a page is made of. server: where the statistics are; date: when
-    they were read, in UTC."""
+    """Contents of a page. server: where the statistics are; date: when they
+    were read, in UTC."""
 
     model: str
     revision: str
@@ -268,7 +268,7 @@ def _plain(value: Any) -> Any:
 
 
 def _document(report: ModelReport) -> dict[str, Any]:
-    """What report.html takes."""
+    """Document that report.html takes."""
     def candidates(tensor: TensorReport) -> list[Optional[dict[str, Any]]]:
         return [None if prediction is None else {
             "sqnr_db": prediction.sqnr_db,

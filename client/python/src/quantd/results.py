@@ -1,4 +1,4 @@
-"""What the service answers. The fields are those of the messages of the same
+"""Answers of the service. The fields are those of the messages of the same
 names in proto/quantd/v1, where their meaning and units are."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class TensorStatistics(Tabular):
     @classmethod
     def from_proto(cls, message: tensor_pb2.TensorStatistics
                    ) -> TensorStatistics:
-        """As the server has it."""
+        """Makes the statistics of a message, as the server has them."""
         return _read(cls, message)
 
 
@@ -88,13 +88,13 @@ class Prediction(Tabular):
 
     @classmethod
     def from_proto(cls, message: encoding_pb2.Prediction) -> Prediction:
-        """As the server has it."""
+        """Makes the prediction of a message, as the server has it."""
         return _read(cls, message)
 
 
 @dataclasses.dataclass(frozen=True)
 class EncodingProvenance(Tabular):
-    """What made a stored encoding; see the EncodingProvenance of proto/.
+    """Provenance of a stored encoding; see the EncodingProvenance of proto/.
 
     origin: "elements", "statistics", "client", "import", or "unspecified" where
         it is not known.
@@ -113,7 +113,7 @@ class EncodingProvenance(Tabular):
     @classmethod
     def from_proto(cls, message: encoding_pb2.EncodingProvenance
                    ) -> EncodingProvenance:
-        """As the server has it."""
+        """Makes the provenance of a message, as the server has it."""
         return _read(
             cls, message, origin=_ORIGINS.name(message.origin),
             spec=_optional(message, "spec", _itself),
@@ -140,7 +140,7 @@ class StoredEncoding(Tabular):
     @classmethod
     def from_proto(cls, message: encoding_pb2.StoredEncoding
                    ) -> StoredEncoding:
-        """As the server has it."""
+        """Makes the stored encoding of a message, as the server has it."""
         return _read(
             cls, message, name=TensorName.from_proto(message.name),
             encoding=_optional(message, "encoding", Encoding.from_proto),
@@ -153,7 +153,8 @@ class StoredEncoding(Tabular):
 
 @dataclasses.dataclass(frozen=True)
 class GramResult(Tabular):
-    """What was added to a Gram matrix; see the GramResult of proto/."""
+    """Counts of what was added to a Gram matrix; see the GramResult of
+    proto/."""
 
     rows: int
     left_out_rows: int
@@ -163,14 +164,14 @@ class GramResult(Tabular):
     @classmethod
     def from_proto(cls, message: quantization_service_pb2.GramResult
                    ) -> GramResult:
-        """As the server has it."""
+        """Makes the result of a message, as the server has it."""
         return _read(cls, message)
 
 
 @dataclasses.dataclass(frozen=True)
 class MomentsResult(Tabular):
-    """What was added to the moments of features; see the MomentsResult of
-    proto/."""
+    """Counts of what was added to the moments of features; see the
+    MomentsResult of proto/."""
 
     feature_count: int
     count: int
@@ -179,7 +180,7 @@ class MomentsResult(Tabular):
     @classmethod
     def from_proto(cls, message: quantization_service_pb2.MomentsResult
                    ) -> MomentsResult:
-        """As the server has it."""
+        """Makes the result of a message, as the server has it."""
         return _read(cls, message)
 
 
@@ -198,7 +199,7 @@ class FeatureMoments(Tabular):
     @classmethod
     def from_proto(cls, message: statistics_pb2.FeatureMoments
                    ) -> FeatureMoments:
-        """As the server has it."""
+        """Makes the moments of a message, as the server has them."""
         return cls(message.axis, tuple(message.count), tuple(message.left_out),
                    _exact_sums(message.sum, len(message.count)),
                    _exact_sums(message.square_sum, len(message.count)), message)
@@ -220,8 +221,8 @@ def _exact_sums(sums: statistics_pb2.ExactSums, count: int
 
 @dataclasses.dataclass(frozen=True)
 class ContributionResult(Tabular):
-    """What became of a contribution. duplicate: it was counted before; gram:
-    where it has a Gram matrix; moments: where it has those."""
+    """Result of a contribution. duplicate: it was counted before; gram: where
+    it has a Gram matrix; moments: where it has those."""
 
     sequence: int
     duplicate: bool
@@ -231,7 +232,7 @@ class ContributionResult(Tabular):
     @classmethod
     def from_proto(cls, message: quantization_service_pb2.ContributionResult
                    ) -> ContributionResult:
-        """As the server has it."""
+        """Makes the result of a message, as the server has it."""
         return _read(
             cls, message,
             gram=_optional(message, "gram", GramResult.from_proto),
@@ -261,7 +262,7 @@ class CalibrateResult(Tabular):
     @classmethod
     def from_proto(cls, message: quantization_service_pb2.CalibrateSummary
                    ) -> CalibrateResult:
-        """As the server has it."""
+        """Makes the result of a message, as the server has it."""
         return cls(
             TensorName.from_proto(message.name),
             TensorStatistics.from_proto(message.statistics),
@@ -286,7 +287,7 @@ class QuantizeSummary(Tabular):
     @classmethod
     def from_proto(cls, message: quantization_service_pb2.QuantizeSummary
                    ) -> QuantizeSummary:
-        """As the server has it."""
+        """Makes the summary of a message, as the server has it."""
         return _read(cls, message,
                      output_noise=_optional(message, "output_noise",
                                             OutputNoise.from_proto))
@@ -428,7 +429,7 @@ class ErrorHistogram(Tabular):
     @classmethod
     def from_proto(cls, message: quantization_service_pb2.ErrorHistogram
                    ) -> ErrorHistogram:
-        """As the server has it."""
+        """Makes the histogram of a message, as the server has it."""
         return _read(cls, message, count=np.array(message.count, np.uint64))
 
 
@@ -456,7 +457,8 @@ class ErrorMetrics(Tabular):
     @classmethod
     def from_proto(cls, message: quantization_service_pb2.ErrorMetrics,
                    metrics: Collection[int] = ()) -> ErrorMetrics:
-        """As the server has it, with these metrics; with none of them, all."""
+        """Makes the metrics of a message, as the server has them, with these
+        metrics; with none of them, all."""
         left_out = {name: None if name == "zero_flushed_count" else math.nan
                     for name in METRICS
                     if metrics and METRICS.value(name) not in metrics}
@@ -488,7 +490,7 @@ class OutputNoise(Tabular):
 
     @property
     def sqnr_db(self) -> float:
-        """Of the output; infinite if there is no error."""
+        """SQNR of the output; infinite if there is no error."""
         if self.noise_to_signal == 0:
             return math.inf
         return -10 * math.log10(self.noise_to_signal)
@@ -496,7 +498,7 @@ class OutputNoise(Tabular):
     @classmethod
     def from_proto(cls, message: quantization_service_pb2.OutputNoise
                    ) -> OutputNoise:
-        """As the server has it."""
+        """Makes the noise of a message, as the server has it."""
         return cls(message.noise_to_signal, _SOURCES.name(message.source),
                    message.clipped_input_count)
 
@@ -544,7 +546,7 @@ class Evaluation(ResultList[CandidateMetrics]):
     @classmethod
     def from_proto(cls, message: quantization_service_pb2.EvaluateSummary
                    ) -> Evaluation:
-        """As the server has it."""
+        """Makes the evaluation of a message, as the server has it."""
         return cls((CandidateMetrics.from_proto(candidate, message.metrics)
                     for candidate in message.candidates),
                    TensorStatistics.from_proto(message.statistics))
@@ -563,7 +565,7 @@ class Model(Tabular):
 
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.Model) -> Model:
-        """As the server has it."""
+        """Makes the model of a message, as the server has it."""
         return _read(
             cls, message,
             error=_optional(message, "error", errors.from_tensor_error))
@@ -581,7 +583,7 @@ class Revision(Tabular):
 
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.Revision) -> Revision:
-        """As the server has it."""
+        """Makes the revision of a message, as the server has it."""
         return _read(
             cls, message,
             error=_optional(message, "error", errors.from_tensor_error))
@@ -589,8 +591,8 @@ class Revision(Tabular):
 
 @dataclasses.dataclass(frozen=True)
 class PublishedRevision(Tabular):
-    """What publish_revision did: encodings that the revision has now, and those
-    that it had before and does not have any more."""
+    """Result of publish_revision: encodings that the revision has now, and
+    those that it had before and does not have any more."""
 
     encoding_count: int
     replaced_count: int
@@ -611,7 +613,7 @@ class ComputedEncoding(Tabular):
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.ComputeEncodingsResponse
                    ) -> ComputedEncoding:
-        """As the server has it."""
+        """Makes the computed encoding of a message, as the server has it."""
         return _read(
             cls, message, name=TensorName.from_proto(message.name),
             stored_encoding=_optional(message, "stored_encoding",
@@ -634,7 +636,7 @@ class SweepCandidate(Tabular):
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.SweepCandidate
                    ) -> SweepCandidate:
-        """As the server has it."""
+        """Makes the candidate of a message, as the server has it."""
         return _read(
             cls, message,
             prediction=_optional(message, "prediction", Prediction.from_proto),
@@ -658,7 +660,7 @@ class SweepTensor(Tabular):
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.SweepResponse
                    ) -> SweepTensor:
-        """As the server has it."""
+        """Makes the tensor of a message, as the server has it."""
         return cls(TensorName.from_proto(message.name),
                    tuple(SweepCandidate.from_proto(candidate)
                          for candidate in message.candidates),
@@ -679,7 +681,7 @@ class SweepTotal(Tabular):
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.SweepTotal
                    ) -> SweepTotal:
-        """As the server has it."""
+        """Makes the total of a message, as the server has it."""
         return _read(cls, message)
 
 
@@ -696,14 +698,14 @@ class SweepMixture(Tabular):
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.SweepMixture
                    ) -> SweepMixture:
-        """As the server has it."""
+        """Makes the mixture of a message, as the server has it."""
         return _read(cls, message, choices={
             choice.tensor: choice.spec_index for choice in message.choices})
 
 
 @dataclasses.dataclass(frozen=True)
 class MixtureOption(Tabular):
-    """What one spec does to one tensor. spec_index: the caller's own numbering;
+    """Result of one spec on one tensor. spec_index: the caller's own numbering;
     size_bytes: of codes and scales; noise_to_signal: sum e^2 / sum x^2, where
     not finite is worse than any number."""
 
@@ -741,7 +743,7 @@ class StatisticsSource(Tabular):
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.StatisticsSource
                    ) -> StatisticsSource:
-        """As the server has it."""
+        """Makes the source of a message, as the server has it."""
         return _read(cls, message, update_time=_time(message.update_time))
 
 
@@ -761,7 +763,7 @@ class StoredGram(Tabular):
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.StoredGram
                    ) -> StoredGram:
-        """As the server has it."""
+        """Makes the Gram matrix of a message, as the server has it."""
         return _read(cls, message, step_exponent=tuple(message.step_exponent))
 
 
@@ -782,7 +784,7 @@ class StoredStatistics(Tabular):
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.GetStatisticsResponse
                    ) -> StoredStatistics:
-        """As the server has it."""
+        """Makes the statistics of a message, as the server has them."""
         return cls(TensorStatistics.from_proto(message.statistics),
                    tuple(StatisticsSource.from_proto(source)
                          for source in message.sources),
@@ -808,7 +810,7 @@ class StatisticsEntry(Tabular):
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.StatisticsEntry
                    ) -> StatisticsEntry:
-        """As the server has it."""
+        """Makes the entry of a message, as the server has it."""
         return _read(
             cls, message, update_time=_time(message.update_time),
             error=_optional(message, "error", errors.from_tensor_error))

@@ -29,7 +29,7 @@ from quantd.results import (CandidateMetrics, ErrorMetrics, Evaluation,
 from quantd.tensor import TensorName
 
 Spec = Union[str, EncodingSpec]
-# Those of quantctl sweep.
+# Metrics of quantctl sweep.
 _METRICS = ("sum_squared_error", "mean_squared_error", "max_absolute_error",
             "sqnr_db")
 # One figure, or several.
@@ -101,7 +101,7 @@ class ModelMixture(Tabular):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelSweep(Tabular):
-    """What sweep_model() found.
+    """Result of sweep_model().
 
     tensors: in the order of the files, with to_dicts() for a table.
     totals: of each spec, the best first.
@@ -237,7 +237,7 @@ def sweep_model(
 
 
 def _check_names(tensors: Sequence[FileTensor]) -> None:
-    """Whether they can be in a mixture, where names are patterns."""
+    """Checks that the tensors can be in a mixture, where names are patterns."""
     for tensor in tensors:
         if "*" in tensor.name or "?" in tensor.name:
             raise errors.argument_invalid(

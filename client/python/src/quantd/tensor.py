@@ -14,7 +14,7 @@ from quantd import errors
 from quantd.v1 import encoding_pb2, tensor_pb2
 
 
-# Of any elements.
+# Array of any elements.
 Array = NDArray[Any]
 
 
@@ -64,7 +64,7 @@ ELEMENT_DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class FormatInfo:
-    """What codes of a format are made of.
+    """Layout of the codes of a format.
 
     bits: of a code.
     storage_bits: that a code takes in memory; fewer than 8 are packed, lowest
@@ -86,18 +86,18 @@ class FormatInfo:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a byte holds several codes."""
+        """True if a byte holds several codes."""
         return self.storage_bits < 8
 
     def size_bytes(self, count: int) -> int:
-        """Of `count` codes; the last byte is padded with zeros."""
+        """Size of `count` codes; the last byte is padded with zeros."""
         if self.is_packed:
             return -(-count * self.storage_bits // 8)
         return count * self.dtype.itemsize
 
 
 def format_options(name: str) -> encoding_pb2.NumberFormatInfo:
-    """What the descriptor says of a format. Raises: ARGUMENT_INVALID."""
+    """Options that the descriptor has of a format. Raises: ARGUMENT_INVALID."""
     value = encoding_pb2.NumberFormat.DESCRIPTOR.values_by_number[
         FORMATS.value(name)]
     options: encoding_pb2.NumberFormatInfo = value.GetOptions().Extensions[
@@ -166,13 +166,13 @@ class TensorName:
 
     @classmethod
     def from_proto(cls, message: tensor_pb2.TensorName) -> TensorName:
-        """As the server has it."""
+        """Makes the name of a message, as the server has it."""
         return cls(message.model, message.tensor, message.revision)
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Where an array lies in a tensor that several processes have parts of, as
+    """Place of an array in a tensor that several processes have parts of, as
     with tensor parallelism.
 
     global_shape: of the whole tensor.

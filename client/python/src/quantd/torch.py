@@ -51,9 +51,9 @@ __all__ = ["Calibration", "FakeQuantize", "LoadedNames", "QuantizedConv1d",
 
 _KINDS = ("input", "output")
 _FEATURES = (None, "gram")
-# Of a contribution's elements: more that were clipped are told of.
+# Share of a contribution's elements: more that were clipped are told of.
 _CLIPPED_SHARE = 1e-3
-# Of modules that a warning names.
+# Most modules that a warning names.
 _MOST_NAMED = 8
 _ELEMENT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # With on_error "warn" a server that gave no answer is not asked again for so
@@ -67,7 +67,7 @@ _LEAST_SILENCE_S = 1.0
 _HOOKS_TAKE_KEYWORDS = "with_kwargs" in inspect.signature(
     torch.nn.Module.register_forward_pre_hook).parameters
 
-# Of what is to be sent: a tensor's name, its sequence, and what is contributed.
+# Item to be sent: a tensor's name, its sequence, and what is contributed.
 _Item = tuple[str, int, Union[torch.Tensor, State]]
 
 # Blocks whose threads send, or will.
@@ -297,7 +297,7 @@ class Calibration:
         self._layers = {_join(name, "input"): module
                         for name, module in self._modules}
         self._handles: list[Any] = []
-        # What holds for torch within the block.
+        # Settings that hold for torch within the block.
         self._settings = contextlib.ExitStack()
         # Names of what has not been seen.
         self._unseen = {_join(name, kind) for name, _ in self._modules
@@ -307,7 +307,7 @@ class Calibration:
         # On the device: of each tensor what was seen since its last
         # contribution.
         self._states: dict[str, State] = {}
-        # Of Gram matrices, once they are stored.
+        # Exponents of the steps of Gram matrices, once they are stored.
         self._steps: dict[str, Sequence[int]] = {}
         self._changed = _apart.Condition()
         # Guarded by _changed, as is all that follows.
@@ -318,13 +318,13 @@ class Calibration:
         self._waiting: collections.deque[_Item]
         self._waiting = collections.deque()
         self._pending_bytes = 0
-        # Of those that are sent next, not answered.
+        # Number of items of the round that is sent that have no answer yet.
         self._round_count = 0
         self._is_ending = False
         self._error: Optional[errors.QuantdError] = None
         self._silent_until = 0.0
         self._thread: Optional[threading.Thread] = None
-        # Where the thread is.
+        # Process that the thread is in.
         self._process_id = os.getpid()
 
     @property
@@ -374,7 +374,7 @@ class Calibration:
                 block._thread.join()
 
     def _feeds_same(self, other: Calibration) -> bool:
-        """Whether both number their contributions as one source."""
+        """True if both number their contributions as one source."""
         # The service takes an empty revision for "main".
         return self._client is other._client and (
             self._model_name, self._revision or "main", self._source) == (
@@ -484,7 +484,7 @@ class Calibration:
             self._raise_error()
 
     def _is_forked(self) -> bool:
-        """Whether this process lacks the thread that sends: one would wait for
+        """True if this process lacks the thread that sends: one would wait for
         it for ever. Raises: PROCESS_FORKED, unless on_error is "warn"."""
         if self._process_id == os.getpid():
             return False
@@ -498,8 +498,8 @@ class Calibration:
 
     def _observe(self, name: str, values: Mapping[Union[int, str], Any]
                  ) -> None:
-        """Of a hook: what goes into a module, or comes out, by place or
-        keyword."""
+        """Observes what goes into a module, or comes out, by place or keyword,
+        for a hook."""
         self._unseen.discard(name)
         if not self.is_enabled or _is_going_backward():
             return
@@ -513,8 +513,8 @@ class Calibration:
                 self._add(f"{name}.{place}" if place else name, tensor)
 
     def _is_own(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether the inputs are not those of another layer too, where they
-        are counted."""
+        """True if the inputs are not those of another layer too, where they are
+        counted."""
         if self._features is None:
             return True
         with self._changed:
@@ -609,7 +609,8 @@ class Calibration:
         self._queue(name, self._states.pop(name))
 
     def _queue(self, name: str, value: Union[torch.Tensor, State]) -> None:
-        """What was seen of a tensor up to now. Requires: _gathering is held."""
+        """Queues what was seen of a tensor up to now. Requires: _gathering is
+        held."""
         size = _size_bytes(value)
         with self._changed:
             self._await_room(size)
@@ -620,8 +621,8 @@ class Calibration:
             self._changed.notify_all()
 
     def _find_steps(self, name: str) -> Optional[Sequence[int]]:
-        """Those of its Gram matrix that are stored. Requires: _gathering is
-        held. Raises: QuantdError, unless on_error is "warn"."""
+        """Exponents of the tensor's Gram matrix that are stored. Requires:
+        _gathering is held. Raises: QuantdError, unless on_error is "warn"."""
         if name not in self._steps:
             with self._changed:
                 # The first batch may be on its way.
@@ -642,9 +643,9 @@ class Calibration:
         return self._steps[name]
 
     def _first_sequence(self, name: str) -> tuple[int, int]:
-        """What was seen before the first of this block, and how many of those
-        that are seen the service has counted; that is of use on the device
-        only."""
+        """Number of times that the tensor was seen before the first of this
+        block, and how many of those the service has counted; that is of use on
+        the device only."""
         counted = self._counted_by_service(name) if (
             self._start is None or self._is_on_device) else 0
         if self._start is None:
@@ -752,7 +753,7 @@ class Calibration:
                   f"it, and {count} contributions that waited are not counted")
 
     def _settle(self, item: _Item, answer: Any) -> None:
-        """What became of a tensor."""
+        """Takes the answer to a tensor."""
         name, _, value = item
         error = None
         if isinstance(answer, Exception):
@@ -766,7 +767,7 @@ class Calibration:
         if error is None and self._features is not None:
             self._warn_of_clipped(name, answer)
         with self._changed:
-            # What was left has been told of.
+            # _end() has told of those that were left.
             if self._is_ending:
                 return
             self._round_count -= 1
@@ -812,7 +813,7 @@ def _warn(text: str) -> None:
 
 
 def _is_going_backward() -> bool:
-    """Whether this thread is in the backward pass, where modules run only
+    """True if this thread is in the backward pass, where modules run only
     because checkpointing computes once more what it did not keep."""
     task_id = getattr(torch._C, "_current_graph_task_id", None)
     if task_id is not None:
@@ -851,7 +852,7 @@ def _numbered(value: Any) -> dict[Union[int, str], Any]:
 
 
 def _places(module: torch.nn.Module) -> dict[str, int]:
-    """Of the parameters of forward() that have one."""
+    """Places of the parameters of forward() that have one."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
@@ -866,7 +867,7 @@ def _join(name: str, kind: str) -> str:
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """What DataParallel and the like run."""
+    """Model that DataParallel and the like run."""
     if isinstance(model, (torch.nn.DataParallel,
                           torch.nn.parallel.DistributedDataParallel)):
         return model.module
@@ -911,7 +912,7 @@ def _has_weights(name: str, module: Any) -> bool:
 
 
 def _has_matrix(module: Any) -> bool:
-    """Whether its weight has two dimensions or more."""
+    """True if the module's weight has two dimensions or more."""
     if parametrize.is_parametrized(module, "weight"):
         # To compute a weight may change the model: spectral_norm does.
         own = module.parametrizations.weight
