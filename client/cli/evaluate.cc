@@ -546,9 +546,9 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
       options.streams.Connect(*session);
   if (!connections.ok()) return session->FailUsage(connections.status());
   if (compares) NoteMissing(*input, *reference, options, session);
-  const absl::StatusOr<InputNames> inputs = FindInputs(
-      options, *taken, /*is_needed=*/!HasImportance(*candidates),
-      connections->first(), session);
+  const absl::StatusOr<InputNames> inputs =
+      FindInputs(options, *taken, /*is_needed=*/!HasImportance(*candidates),
+                 connections->first(), session);
   if (!inputs.ok()) return FailEarly(inputs.status(), session);
   const absl::StatusOr<ModelImportance> importance = FindCandidatesImportance(
       options, *candidates, *taken, connections->first(), session);

@@ -231,7 +231,6 @@ class Quantizer {
     if (is_piped) session_.stdout_is_data = true;
     absl::Status status = run_.Prepare(*specs);
     if (!status.ok()) return FailEarly(status, &session_);
-    NoteUnread();
     if (options_.store && is_piped) {
       // A reader that closes the pipe is an error then, after which the draft
       // can be deleted.
@@ -258,6 +257,9 @@ class Quantizer {
       progress_.reset();
       session_.PrintError(absl::StrCat("quantctl: ", text));
     };
+    events.on_unread = [this](const files::UnreadTensor& tensor) {
+      ReportUnread(tensor, &session_);
+    };
     if (!session_.quiet) {
       events.on_note = events.on_warning;
       events.on_progress = [this](uint64_t done_bytes, uint64_t total_bytes,
@@ -273,13 +275,6 @@ class Quantizer {
     };
     events.is_stopped = &InterruptNote::stopped;
     return events;
-  }
-
-  // The exit code tells of tensors that are missing from the output.
-  void NoteUnread() {
-    for (const std::unique_ptr<jobs::Shard>& shard : run_.plan().shards) {
-      if (!shard->input.unread().empty()) session_.Note(kServerError);
-    }
   }
 
   const jobs::QuantizeOptions& options_;

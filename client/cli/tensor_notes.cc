@@ -58,7 +58,8 @@ void FailEarly(const absl::Status& status, Session* session) {
 
 void ReportUnread(const files::UnreadTensor& tensor, Session* session) {
   session->Note(kServerError);
-  session->PrintError(absl::StrCat("quantctl: ", jobs::UnreadText(tensor)));
+  session->PrintError(absl::StrCat("quantctl: tensor ", tensor.name,
+                                   ": left out: ", tensor.why));
 }
 
 void ReportUnread(const TensorInput& input, const jobs::TensorFilter& filter,

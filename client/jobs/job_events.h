@@ -7,6 +7,7 @@
 #include <functional>
 
 #include "absl/strings/string_view.h"
+#include "client/files/safetensors.h"
 
 namespace quantd::jobs {
 
@@ -14,8 +15,10 @@ namespace quantd::jobs {
 struct JobEvents {
   // A line for people: what the output does not have and need not have, ...
   std::function<void(absl::string_view text)> on_note = {};
-  // ... and what it lacks.
+  // ... and what it may lack.
   std::function<void(absl::string_view text)> on_warning = {};
+  // A tensor of the input that is not read, so that the output lacks it.
+  std::function<void(const files::UnreadTensor& tensor)> on_unread = {};
   // A tensor is done: `done_bytes` out of `total_bytes` of all tensors.
   std::function<void(uint64_t done_bytes, uint64_t total_bytes,
                      absl::string_view tensor)>

@@ -771,7 +771,7 @@ absl::Status CheckUnread(const QuantizeOptions& options,
   size_t unread_count = 0;
   for (const std::unique_ptr<Shard>& shard : plan.shards) {
     for (const files::UnreadTensor& tensor : shard->input.unread()) {
-      events.Warn(UnreadText(tensor));
+      if (events.on_unread) events.on_unread(tensor);
       ++unread_count;
     }
     const std::string codes = CastCodesText(shard->input);

@@ -242,10 +242,6 @@ std::string OneScaleText(const SpecTemplate& spec,
                                : "channel, as it has one dimension");
 }
 
-std::string UnreadText(const files::UnreadTensor& tensor) {
-  return absl::StrCat("tensor ", tensor.name, ": left out: ", tensor.why);
-}
-
 std::string CastCodesText(const TensorInput& input) {
   const auto& found = input.onnx_cast_codes();
   if (found.empty()) return "";

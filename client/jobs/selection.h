@@ -37,8 +37,6 @@ absl::StatusOr<std::vector<const files::FileTensor*>> SelectMeasurable(
 std::string OneScaleText(const SpecTemplate& spec,
                          const files::FileTensor& tensor);
 
-// Why a tensor that is not read is left out.
-std::string UnreadText(const files::UnreadTensor& tensor);
 // What of an ONNX model may be quantized already; empty where nothing is.
 std::string CastCodesText(const TensorInput& input);
 
