@@ -91,12 +91,12 @@ double ProcessCpuSeconds(int64_t pid) {
          static_cast<double>(sysconf(_SC_CLK_TCK));
 }
 
-// What all streams send, and the encoding for it.
+// The tensor that all streams send, and the encoding for it.
 struct Load {
   std::vector<float> elements;
   std::vector<int64_t> shape;
   Encoding encoding;
-  // Of Dequantize.
+  // Codes that Dequantize sends.
   std::vector<uint8_t> codes;
   EncodingSpec spec;
 
@@ -115,7 +115,7 @@ struct Load {
   }
 };
 
-// What the streams measured. Thread-safe.
+// Latencies and errors of the streams. Thread-safe.
 class Measurements {
  public:
   void AddLatencies(const std::vector<double>& seconds) {
@@ -172,8 +172,8 @@ void Drive(std::unique_ptr<Stream> stream, std::vector<Job> jobs,
   measurements->AddLatencies(latencies);
 }
 
-// Where one stream has its tensors: in memory of this process, or shared with
-// the server. Not thread-safe.
+// Memory of the tensors of one stream: of this process, or shared with the
+// server. Not thread-safe.
 class StreamMemory {
  public:
   // Null `client`: not shared. It must outlive the object.

@@ -48,7 +48,7 @@ struct CalibrateOptions {
   std::string granularity = "default";
   std::string block_size;
   bool store = false;
-  // Of a contribution; empty for none.
+  // Source of a contribution; empty for none.
   std::string source;
   uint64_t sequence = 0;
   uint32_t mantissa_bits = 0;
@@ -93,7 +93,7 @@ v1::Contribution MakeContribution(const CalibrateOptions& options,
   return contribution;
 }
 
-// What --gram, --moments and --feature-axis mean for a tensor.
+// Sets what --gram, --moments and --feature-axis mean for a tensor.
 void AddFeatures(const CalibrateOptions& options,
                  const files::FileTensor& tensor,
                  v1::Contribution* contribution) {
@@ -110,7 +110,7 @@ void AddFeatures(const CalibrateOptions& options,
   features->mutable_step_exponent()->Add(steps.begin(), steps.end());
 }
 
-// What a contribution counted, in JSON.
+// The counts of a contribution, in JSON.
 Json ContributionJson(const v1::ContributionResult& counted) {
   Json json = {{"sequence", counted.sequence()},
                {"duplicate", counted.duplicate()}};
@@ -130,7 +130,8 @@ Json ContributionJson(const v1::ContributionResult& counted) {
   return json;
 }
 
-// What a contribution left out of the features, or did to them, in words.
+// Notes, in words, of what a contribution left out of the features, or did to
+// them.
 void AddFeatureNotes(const files::FileTensor& tensor,
                      const v1::ContributionResult& counted,
                      std::vector<std::string>* notes) {
@@ -158,16 +159,16 @@ void AddFeatureNotes(const files::FileTensor& tensor,
        "elements are left out of the moments: they are not finite");
 }
 
-// What the statistics of a tensor take in the store, about, where they are in
-// blocks of `block` elements: a histogram of n elements that form a bell takes
-// 10 n bytes, or 250 (log2 n - 4) from 64 elements on.
+// Approximate size in the store of the statistics of one block of `block`
+// elements: a histogram of n elements that form a bell takes 10 n bytes, or 250
+// (log2 n - 4) from 64 elements on.
 uint64_t HistogramBytes(int64_t block) {
   const auto size = static_cast<double>(block);
   return static_cast<uint64_t>(block < 64 ? 10 * size
                                           : 250 * (std::log2(size) - 4));
 }
 
-// Whether the statistics in blocks would take more than the tensors and more
+// Fails if the statistics in blocks would take more than the tensors and more
 // than a server should hold of what lies in a file.
 absl::Status CheckStatisticsSize(
     const std::vector<const files::FileTensor*>& tensors,

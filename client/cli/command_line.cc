@@ -157,7 +157,7 @@ std::vector<std::string> OptionNames(const Command& program,
   return names;
 }
 
-// What the library says, in our words.
+// The message of the library, in our words.
 std::string Reworded(const CLI::Error& error) {
   const std::string text = error.what();
   absl::string_view rest = text;
@@ -186,7 +186,7 @@ std::string Reworded(const CLI::Error& error) {
   return text;
 }
 
-// What is wrong with a command line, and what to do about it.
+// Says what is wrong with a command line, and what to do about it.
 std::string FailureMessage(const CLI::App* app, const Command& program,
                            const CLI::Error& error) {
   std::string path;

@@ -39,7 +39,7 @@ class Option {
   Option* Between(int64_t min, int64_t max);
   // Other values are errors.
   Option* OneOf(std::vector<std::string> values);
-  // What completion offers, of what the option takes.
+  // Values that completion offers, among all that the option takes.
   Option* Suggest(std::vector<std::string> values);
   // Seconds, also as 200ms, 30s or 5m.
   Option* Seconds();
@@ -48,7 +48,7 @@ class Option {
   Option* Needs(Option* other);
   Option* Excludes(Option* other);
 
-  // Whether the command line or the environment has it.
+  // True if the command line or the environment has it.
   bool IsGiven() const;
 
   // "-n", "--name"; of an argument its name.
@@ -65,7 +65,7 @@ class Option {
   // The only values, or those to offer; may be empty.
   const std::vector<std::string>& values() const { return values_; }
   bool OtherValuesAreErrors() const { return other_values_are_errors_; }
-  // As ShowDefault shows it; may be empty.
+  // The default that ShowDefault shows; may be empty.
   std::string DefaultText() const;
   // The variable of the environment; may be empty.
   std::string Environment() const;
@@ -83,13 +83,13 @@ class Option {
 
 // A command line to try. Plain value.
 struct Example {
-  // Of several lines where it would be wider than 78 columns.
+  // Several lines where one would be wider than 78 columns.
   std::string command;
   // A short line about it, may be empty.
   std::string what;
 };
 
-// What `help NAME` explains. Plain value.
+// A text that `help NAME` shows. Plain value.
 struct HelpTopic {
   std::string name;
   std::string title;
@@ -120,7 +120,7 @@ class Command {
   template <typename T>
   Option* AddOption(const char* names, std::vector<T>* value,
                     const char* value_name, const char* help);
-  // The same for an argument that has its meaning by its position.
+  // AddOption for an argument that has its meaning by its position.
   Option* AddArgument(const char* name, std::string* value,
                       const char* value_name, const char* help);
   // "--name" sets `value`; in "--name,!--no-name" the second clears it.
@@ -131,7 +131,7 @@ class Command {
   void AddExample(std::string command, std::string what = "");
   // A paragraph below what the command is for.
   void AddNote(std::string text);
-  // What the command does once its options have their values.
+  // Sets what the command does once its options have their values.
   void OnRun(std::function<void()> run);
 
   const std::string& name() const { return name_; }
@@ -167,7 +167,7 @@ class CommandLine {
     kRan,
     // The help or the version was asked for and is on stdout.
     kHelped,
-    // What is wrong is on stderr.
+    // A message on stderr says what is wrong.
     kWrong,
   };
 
@@ -176,7 +176,7 @@ class CommandLine {
               std::vector<HelpTopic> topics);
   ~CommandLine();
 
-  // What the options of the program itself belong to; they may also stand
+  // The program as a command: its own options belong to it; they may also stand
   // behind the command.
   Command* program() { return program_.get(); }
   const Command* program() const { return program_.get(); }

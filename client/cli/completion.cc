@@ -80,7 +80,7 @@ std::string BashCase(absl::string_view patterns, absl::string_view action) {
   return absl::StrCat("      ", patterns, ") ", action, " ;;\n");
 }
 
-// Of what stands in brackets or behind a colon in a specification.
+// Escapes what stands in brackets or behind a colon in a specification.
 std::string ZshEscaped(absl::string_view text) {
   return absl::StrReplaceAll(
       text, {{"\\", "\\\\"}, {"[", "\\["}, {"]", "\\]"}, {":", "\\:"}});

@@ -226,7 +226,7 @@ absl::Status LeaveOutNoBlocks(const EvaluateOptions& options,
   return absl::OkStatus();
 }
 
-// Whether the reference has the tensor as it is here.
+// Checks that the reference has the tensor, of reals and in the same shape.
 absl::Status CheckReference(const TensorInput& reference,
                             const files::FileTensor& tensor) {
   const files::FileTensor* const found = reference.Find(tensor.name);
@@ -404,7 +404,7 @@ absl::Status EvaluateAll(
   for (const files::FileTensor* const tensor : tensors) {
     total_bytes += tensor->data.size();
   }
-  // Those that the server has to see, and those that become blocks.
+  // Tensors that the server has to see, and tensors that become blocks.
   std::vector<size_t> tasks;
   std::vector<size_t> with_blocks;
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -420,7 +420,7 @@ absl::Status EvaluateAll(
       (*results)[i] = EvaluateResult();
     }
   }
-  // Of each candidate that the server quantizes.
+  // Ties and maxima of each candidate that the server quantizes.
   std::deque<std::vector<TieGroup>> tied;
   std::deque<TiedMaxima> maxima;
   for (const Candidate& candidate : candidates) {
@@ -428,7 +428,7 @@ absl::Status EvaluateAll(
         candidate.is_stored ? std::vector<TieGroup>()
                             : GroupsThatShare(candidate.spec, ties)));
   }
-  // What a comparison reads, until its tensor is answered.
+  // Holds the data that a comparison reads, until its tensor is answered.
   using Holds = std::vector<std::shared_ptr<const void>>;
   std::vector<Holds> holds(reference == nullptr ? 0 : tensors.size());
   Progress progress(total_bytes, shows_progress);

@@ -17,7 +17,7 @@ namespace quantd::cli {
 namespace {
 
 constexpr size_t kWidth = 80;
-// Where the text about options begins, and about commands.
+// Columns where the text about options begins, and about commands.
 constexpr size_t kOptionColumn = 26;
 constexpr size_t kCommandColumn = 15;
 
@@ -70,7 +70,7 @@ std::string OptionNamesOf(const Option& option) {
   return names;
 }
 
-// What it is, which values it takes, and what it is without it.
+// Says what an option is, which values it takes, and what it is without it.
 std::string TextOf(const Option& option, bool is_brief) {
   std::string text = Sentence(is_brief ? Brief(option.help()) : option.help());
   if (is_brief) return text;

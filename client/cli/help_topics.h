@@ -1,4 +1,4 @@
-// What `quantctl help TOPIC` says.
+// The texts of `quantctl help TOPIC`.
 
 #ifndef QUANTD_CLIENT_CLI_HELP_TOPICS_H_
 #define QUANTD_CLIENT_CLI_HELP_TOPICS_H_

@@ -56,7 +56,7 @@ namespace {
 constexpr const char* kDefaultSpecs[] = {"int8:per-channel", "int8:mse",
                                          "int4:mse"};
 
-// Of a file, unless others are given.
+// Specs for a file, unless others are given.
 constexpr const char* kDefaultFileSpecs[] = {
     "int8:per-channel", "int4:group:32", "nf4", "mxfp4_e2m1"};
 constexpr double kDefaultBits = 5;
@@ -78,7 +78,7 @@ Json Number(double value) {
   return std::strtod(absl::StrFormat("%.6g", value).c_str(), nullptr);
 }
 
-// As a shell takes it for one word.
+// The text as a shell takes it for one word.
 std::string ShellWord(const std::string& text) {
   const bool is_plain =
       !text.empty() && text.find_first_not_of(
@@ -231,7 +231,7 @@ class Reporter {
   // Measures all tensors in one pass, and chooses.
   absl::Status CollectFrom(const std::vector<const files::FileTensor*>& taken,
                            const std::vector<SpecTemplate>& specs) {
-    // As the commands that the page shows do by default.
+    // Groups tensors as the commands that the page shows do by default.
     absl::StatusOr<std::vector<TieGroup>> groups =
         jobs::FindFileTies(jobs::TieFlags(), /*matters=*/true, taken);
     if (!groups.ok()) return groups.status();
@@ -278,7 +278,7 @@ class Reporter {
                         {"candidates", candidates}});
   }
 
-  // What the page says of it, and how to apply it.
+  // Sets what the page says of the mixture, and how to apply it.
   void TakeMixture(const v1::SweepMixture& mixture) {
     std::map<std::string, uint32_t> choices;
     for (const auto& choice : mixture.choices()) {

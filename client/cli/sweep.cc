@@ -42,7 +42,7 @@ namespace {
 struct SweepOptions : ErrorSourceOptions {
   // With an input those of statistics are not used.
   FileSweepOptions file;
-  // Of the statistics, where one was asked for.
+  // Budget for the statistics, where one was asked for.
   std::optional<Budget> budget;
 };
 
@@ -207,12 +207,12 @@ class Sweeper {
   const files::FileTensor* AddName(const std::string& name) {
     files::FileTensor& tensor = names_.emplace_back();
     tensor.name = name;
-    // Of a matrix, as what runtimes fuse is; statistics tell no shape.
+    // Shape of a matrix, which runtimes fuse; statistics tell no shape.
     tensor.shape = {1, 1};
     return &tensor;
   }
 
-  // What a mixture is chosen by.
+  // Adds the predictions that a mixture is chosen by.
   void AddPredicted(const v1::SweepResponse& response) {
     MeasuredTensor& predicted = predicted_.emplace_back();
     predicted.tensor = AddName(response.name().tensor());
@@ -309,13 +309,13 @@ class Sweeper {
   std::vector<NamedTies> ties_;
   Json tensors_ = Json::array();
   Table table_;
-  // Of tensors, and of one spec of a tensor.
+  // Errors of tensors, and of one spec of a tensor.
   std::vector<TensorError> errors_;
   v1::SweepSummary summary_;
   // Neither moves.
   std::deque<files::FileTensor> names_;
   std::vector<MeasuredTensor> predicted_;
-  // Where a budget was given.
+  // Set where a budget was given.
   v1::SweepMixture mixture_;
 };
 

@@ -121,7 +121,7 @@ class FileSweeper {
   }
 
  private:
-  // Where each mixture goes, if they are written.
+  // Finds the file of each mixture, if they are written.
   absl::Status TakeOutputs(const TensorInput& input) {
     if (options_.output.path.empty()) return absl::OkStatus();
     if (budgets_.empty()) {
@@ -295,7 +295,7 @@ class FileSweeper {
     return order;
   }
 
-  // Of each mixture why it is none; empty where it is.
+  // For each mixture, the reason why it is none; empty where it is one.
   std::vector<std::string> ReasonsAgainst(
       const std::vector<v1::SweepMixture>& mixtures) {
     std::vector<std::string> reasons;
@@ -359,7 +359,7 @@ class FileSweeper {
   ModelSweep sweep_;
   Json tensors_ = Json::array();
   Table table_;
-  // Of one spec of a tensor.
+  // Errors of one spec of a tensor.
   std::vector<TensorError> errors_;
   std::vector<std::string> notes_;
 };

@@ -17,7 +17,7 @@
 
 namespace quantd::cli {
 
-// Where errors come from: FILE, on which they are measured, or --model and
+// Source of errors: FILE, on which they are measured, or --model and
 // --revision, from whose statistics they are predicted, with --pattern.
 struct ErrorSourceOptions {
   jobs::RevisionName name;
@@ -59,7 +59,7 @@ struct BudgetOptions {
 // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
 absl::StatusOr<std::vector<SpecTemplate>> ParseSpecs(
     const std::vector<std::string>& texts, bool takes_gguf_types);
-// Those that are predicted from statistics: whatever the tensor's shape.
+// Specs that are predicted from statistics: whatever the tensor's shape.
 // Errors: also ARGUMENT_INVALID for specs that need the tensor.
 absl::StatusOr<std::vector<EncodingSpec>> ParseSpecsOfStatistics(
     const std::vector<std::string>& texts);

@@ -73,7 +73,7 @@ absl::Status CheckRange(const ByteRange& expected, const ByteRange& got) {
   return Mismatch("bytes", RangeText(expected), RangeText(got));
 }
 
-// Of the encoding that was used, as far as it is known.
+// The format of the encoding that was used, as far as it is known.
 template <typename Header>
 v1::NumberFormat FormatOf(const Question& question, const Header& header) {
   return header.has_encoding() ? header.encoding().format() : question.format;
@@ -88,8 +88,8 @@ int64_t RealSizeBytes(const v1::TensorDescription& tensor) {
   return ElementSizeBytes(static_cast<ElementType>(tensor.element_type()));
 }
 
-// What codes are made of; of an unknown format only how wide they are, which
-// is what `count` of them in `size_bytes` tell.
+// The format of codes; of an unknown format only how wide they are, as `count`
+// of them in `size_bytes` tell.
 // Errors: RESPONSE_MALFORMED.
 absl::StatusOr<FormatInfo> CodesOf(v1::NumberFormat format, int64_t count,
                                    uint64_t size_bytes) {

@@ -1,4 +1,4 @@
-// Whether an answer is one to what was asked.
+// Checks that an answer is one to what was asked.
 
 #ifndef QUANTD_CLIENT_CPP_ANSWER_CHECK_H_
 #define QUANTD_CLIENT_CPP_ANSWER_CHECK_H_
@@ -14,19 +14,19 @@
 
 namespace quantd::internal {
 
-// What was asked. Plain value.
+// The request that an answer has to fit. Plain value.
 struct Question {
   Question() = default;
   Question(const Tensor& tensor, const EncodingSource& source);
 
   v1::TensorDescription tensor;
-  // That of the encoding or of the spec; unspecified under a reference, which
+  // Format of the encoding or of the spec; unspecified under a reference, which
   // may have any.
   v1::NumberFormat format = v1::NUMBER_FORMAT_UNSPECIFIED;
   // The unsigned format of that width will do as well.
   bool may_be_unsigned = false;
-  // That of the encoding, or what the spec comes to for the tensor; none under
-  // a reference, which may have any.
+  // Block size of the encoding, or the one that the spec comes to for the
+  // tensor; none under a reference, which may have any.
   std::optional<std::vector<int64_t>> block_size;
 };
 
@@ -45,7 +45,8 @@ absl::Status CheckHeader(const Question& question, const ByteRange& range,
 
 // Errors: RESPONSE_MALFORMED.
 absl::Status CheckName(const TensorName& expected, const TensorName& got);
-// The same for what is stored: there a name without a revision is of "main".
+// CheckName for what is stored: an expected name without a revision, which is
+// of "main", fits any revision.
 absl::Status CheckStoredName(const TensorName& expected, const TensorName& got);
 
 // The encoding is of the format and the blocks that were asked for, and has as

@@ -120,7 +120,7 @@ bool IsStoredFrom(const Encoding& put, const Encoding& stored) {
   Encoding whole = put;
   if (!put.has_qmin()) whole.set_qmin(stored.qmin());
   if (!put.has_qmax()) whole.set_qmax(stored.qmax());
-  // Of many scales the service answers the codes alone.
+  // The service answers many scales as codes alone.
   if (put.scale().empty() || !stored.scale_code().empty()) {
     *whole.mutable_scale() = stored.scale();
   }
@@ -135,9 +135,9 @@ bool IsStoredFrom(const Encoding& put, const Encoding& stored) {
   return whole.SerializeAsString() == stored.SerializeAsString();
 }
 
-// Whether an encoding goes in chunks, as it may be too large for one message. A
-// format that is not known is the server's to refuse, and so are scales that
-// are not there as they are stored.
+// True if an encoding goes in chunks, as it may be too large for one message.
+// The server is to refuse a format that is not known, and scales that are not
+// there as they are stored.
 bool IsLarge(const Encoding& encoding) {
   constexpr int64_t kMostScalesInMessage = 1 << 16;
   const bool has_codes = ScaleSizeBytes(ScaleTypeOf(encoding)) == 1;
@@ -335,7 +335,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20000);
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   if (options.balance) arguments.SetServiceConfigJSON(kBalancingConfig);
-  // What stays on the machine, tokens among it, goes through no proxy.
+  // Calls that stay on the machine, and tokens in them, go through no proxy.
   if (internal::IsLocalTarget(options.target)) {
     arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   }

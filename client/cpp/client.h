@@ -60,14 +60,14 @@ class Client {
   // `revision` is "main".
   absl::StatusOr<std::vector<v1::StoredEncoding>> ListEncodings(
       absl::string_view model, absl::string_view revision);
-  // Of any size. Of large encodings with E8M0, E4M3 or INTEGER scales `scale`
-  // is left out, which follows from scale_code and outer_scale.
+  // Reads an encoding of any size. Large encodings with E8M0, E4M3 or INTEGER
+  // scales come without `scale`, which follows from scale_code and outer_scale.
   absl::StatusOr<v1::StoredEncoding> GetEncoding(const TensorName& name);
-  // Of any size. Of many E8M0, E4M3 or INTEGER scales only scale_code and
-  // outer_scale count. `if_match` is empty for any, "absent", or the etag to
-  // replace. When the answer was lost and the retry finds another etag, the
-  // encoding is read again: if it is this one, that is a success, whoever put
-  // it.
+  // Stores an encoding of any size. With many E8M0, E4M3 or INTEGER scales only
+  // scale_code and outer_scale count. `if_match` is empty for any, "absent", or
+  // the etag to replace. When the answer was lost and the retry finds another
+  // etag, the encoding is read again: if it is this one, that is a success,
+  // whoever put it.
   absl::StatusOr<v1::StoredEncoding> PutEncoding(const TensorName& name,
                                                  const Encoding& encoding,
                                                  absl::string_view if_match);
@@ -155,10 +155,11 @@ class Client {
   absl::Status DeleteStatistics(const TensorName& name,
                                 absl::string_view source);
 
-  // What program and what machine answer. UNIMPLEMENTED by older servers.
+  // The program and the machine that answer. UNIMPLEMENTED by older servers.
   absl::StatusOr<v1::GetServerInfoResponse> GetServerInfo();
 
-  // As grpc.health.v1 has it; kUnknown is also a service that does not exist.
+  // Health of a service in grpc.health.v1; kUnknown is also a service that does
+  // not exist.
   enum class Health { kUnknown, kServing, kNotServing };
   // Empty `service` asks for the whole server. Not retried.
   absl::StatusOr<Health> CheckHealth(absl::string_view service);
@@ -166,7 +167,7 @@ class Client {
   const ClientOptions& options() const { return options_; }
 
  private:
-  // What it has of gRPC, which this header keeps to itself.
+  // The client's part of gRPC, which this header keeps to itself.
   struct Connection;
 
   Client(ClientOptions options, std::unique_ptr<Connection> connection);
@@ -177,11 +178,12 @@ class Client {
   template <typename Attempt>
   absl::Status Retry(absl::Duration most, Attempt attempt,
                      bool* may_repeat = nullptr);
-  // The same with method(context, request, response).
+  // Retry with method(context, request, response) as the attempt.
   template <typename Method, typename Request, typename Response>
   absl::Status Call(Method method, const Request& request, Response* response,
                     bool* may_repeat = nullptr);
-  // The same; what it does not find because of that counts as deleted.
+  // Call of a method that deletes: what a repeated attempt does not find counts
+  // as deleted.
   template <typename Method, typename Request, typename Response>
   absl::Status CallDelete(Method method, const Request& request,
                           Response* response);

@@ -14,7 +14,7 @@
 
 namespace quantd {
 
-// What is about to be tried again. Plain value, not synchronised.
+// A retry that is about to begin. Plain value, not synchronised.
 struct Retry {
   // Why.
   absl::Status status;
@@ -48,8 +48,8 @@ struct ClientOptions {
   // Deadline of an attempt of a unary call; of a tensor, the longest time in
   // which nothing moves either way.
   absl::Duration timeout = absl::Seconds(60);
-  // Of a unary call or a tensor over all attempts, the latter from when those
-  // before it on its stream were received.
+  // Time for a unary call or a tensor over all attempts, the latter from when
+  // those before it on its stream were received.
   absl::Duration deadline = absl::InfiniteDuration();
   // Payload of a message in bytes, 64 to 32 MiB, cut down to a multiple of 64.
   // A server takes 4 MiB by default.

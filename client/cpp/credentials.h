@@ -1,4 +1,5 @@
-// What a client shows to a server, and what it wants to see.
+// The credentials that a client shows to a server, and those that it wants to
+// see.
 
 #ifndef QUANTD_CLIENT_CPP_CREDENTIALS_H_
 #define QUANTD_CLIENT_CPP_CREDENTIALS_H_
@@ -34,7 +35,7 @@ using InterceptorFactory =
 absl::StatusOr<std::unique_ptr<InterceptorFactory>> SendTokenOf(
     const std::string& path);
 
-// Whether everything behind `target` is on this machine.
+// True if everything behind `target` is on this machine.
 bool IsLocalTarget(absl::string_view target);
 
 }  // namespace quantd::internal

@@ -63,7 +63,7 @@ absl::Status TimeoutError(absl::string_view target, absl::Duration timeout);
 absl::Duration RetryAfter(const absl::Status& status);
 absl::Status WithRetryAfter(absl::Status status, absl::Duration retry_after);
 
-// The same error, telling that it is that of the last of several attempts.
+// `status` with a note that it is the error of the last of several attempts.
 absl::Status WithAttempts(const absl::Status& status, int attempts);
 
 // Another encoding came under the name while a tensor was on its way. ABORTED /
@@ -85,7 +85,8 @@ absl::Status OutputTooSmallError(uint64_t expected_bytes, uint64_t got_bytes);
 // The answer breaks the protocol. INTERNAL / RESPONSE_MALFORMED.
 absl::Status ResponseMalformedError(absl::string_view what);
 
-// What arrived is not what was sent. DATA_LOSS / CHECKSUM_MISMATCH.
+// The data that arrived are not those that were sent. DATA_LOSS /
+// CHECKSUM_MISMATCH.
 absl::Status ChecksumMismatchError(uint64_t expected, uint64_t got);
 
 // How one tensor failed.

@@ -26,10 +26,10 @@ struct FreeHash {
 };
 using Hash = std::unique_ptr<XXH3_state_t, FreeHash>;
 
-// What goes up is fixed at birth. What comes down is gathered by Accept, which
-// a stream calls for one message after another. Not thread-safe: it belongs to
-// the stream's reader until the stream says that the tensor is answered; what
-// tells how to send it changes only in Resume.
+// The request is fixed at birth. Accept gathers the answer; a stream calls it
+// for one message after another. Not thread-safe: an exchange belongs to the
+// stream's reader until the stream says that the tensor is answered. The
+// members that tell how to send it change only in Resume.
 //
 // A large tensor with a fixed encoding goes up in parts. To the server each
 // part is a range, with an answer and a checksum of its own. A retry goes on
@@ -69,7 +69,7 @@ class Exchange {
                           std::vector<std::string>* pieces) {
     return true;
   }
-  // Those begin anew.
+  // Lets the scales begin anew.
   virtual void RewindScales() {}
   const std::shared_ptr<PayloadReferences>& references() const {
     return references_;
@@ -96,10 +96,10 @@ class Exchange {
   int sendings = 0;
 
  protected:
-  // Where the payload of the answer goes.
+  // Destination of the payload of the answer.
   struct Output {
     absl::Span<uint8_t> bytes;
-    // Of the first byte, in the whole output.
+    // Offset of the first byte in the whole output.
     uint64_t offset_bytes = 0;
     // Takes size_bytes in place of `bytes`, unless it is null.
     const Sink* sink = nullptr;
@@ -144,7 +144,7 @@ class Exchange {
   std::string request_header_;
   std::string order_key_;
   uint64_t payload_offset_bytes_ = 0;
-  // Of the part that is being answered.
+  // Output of the part that is being answered.
   Output output_;
   // The server writes the answer's payload, and nothing of it comes down.
   bool shares_output_ = false;
@@ -163,13 +163,13 @@ class Exchange {
   absl::Status status_;
   // 0: in one.
   uint64_t part_bytes_ = 0;
-  // Of the payload, up to the end of a part.
+  // Size of the payload that is answered, up to the end of a part.
   uint64_t answered_bytes_ = 0;
-  // Of the part that is being answered.
+  // State of the part that is being answered.
   bool has_header_ = false;
   uint64_t received_bytes_ = 0;
   Hash hash_;
-  // With parts: of the answer up to answered_bytes_, and up to here.
+  // With parts: hash of the answer up to answered_bytes_, and up to here.
   Hash answered_hash_;
   Hash joined_hash_;
 };

@@ -17,7 +17,7 @@
 namespace quantd::internal {
 namespace {
 
-// What gRPC 1.51 says, and what it means.
+// Texts of gRPC 1.51, and the causes that they mean.
 struct Symptom {
   absl::string_view text;
   UnreachableCause cause;
@@ -95,8 +95,8 @@ absl::Duration RetryDelay(const std::string& rpc_status) {
   return retry_after;
 }
 
-// What gRPC says without a word from quantd when a connection, or a proxy's to
-// a replica, went away.
+// True for a status that gRPC gives, without a word from quantd, when a
+// connection, or a proxy's to a replica, went away.
 bool IsBroken(const absl::Status& status) {
   return absl::IsUnavailable(status) || absl::IsCancelled(status) ||
          (absl::IsInternal(status) &&

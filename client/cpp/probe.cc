@@ -26,7 +26,7 @@ namespace {
 
 constexpr absl::Duration kPatience = absl::Seconds(2);
 
-// Whether what listens there shakes hands in TLS, whatever comes of it.
+// True if the server there shakes hands in TLS, whatever comes of it.
 bool SpeaksTls(const std::string& target) {
   grpc::ChannelArguments arguments;
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);

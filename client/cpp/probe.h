@@ -1,4 +1,4 @@
-// What a server that closed a connection wanted.
+// Finds out what a server that closed a connection wanted.
 
 #ifndef QUANTD_CLIENT_CPP_PROBE_H_
 #define QUANTD_CLIENT_CPP_PROBE_H_
@@ -10,9 +10,9 @@
 
 namespace quantd::internal {
 
-// As FromGrpcStatus. Where a connection was closed before anything was said on
-// it, looks whether TLS is missing, which takes another connection and at most
-// 2 s.
+// FromGrpcStatus, with a probe: where a connection was closed before anything
+// was said on it, looks whether TLS is missing, which takes another connection
+// and at most 2 s.
 absl::Status StatusOf(const grpc::Status& status, const ClientOptions& options,
                       absl::Duration timeout);
 

@@ -16,7 +16,7 @@ namespace {
 // no retry brings; but a proxy without a server behind it does so too.
 constexpr absl::Duration kCertificatePatience = absl::Seconds(5);
 
-// What only a person can mend.
+// True for causes that only a person can mend.
 bool IsLasting(UnreachableCause cause) {
   switch (cause) {
     case UnreachableCause::kNotQuantd:

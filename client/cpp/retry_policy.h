@@ -15,12 +15,12 @@ struct Retries {
   int count = 0;
   // When the first was decided upon; of no meaning where there is none.
   absl::Time since;
-  // That the server seems to want a certificate, once it was seen: what gRPC
-  // says of the next connections is not always that.
+  // Error that the server seems to want a certificate, once that was seen: what
+  // gRPC says of the next connections is not always that.
   absl::Status certificate_error;
 
   void Add();
-  // What to tell of those that end with `status`.
+  // The error to report for retries that end with `status`.
   absl::Status Explained(const absl::Status& status) const;
 };
 
@@ -33,7 +33,8 @@ class RetryPolicy {
 
   // True when another retry may help after those.
   bool Wants(const absl::Status& status, const Retries& retries) const;
-  // The same, and waits; false when that would take until `deadline`.
+  // Waits for the retry if Wants is true; false also when that would take until
+  // `deadline`.
   bool Pause(const absl::Status& status, Retries* retries, absl::Time deadline);
 
  private:

@@ -191,7 +191,7 @@ std::unique_ptr<Exchange> RetryingStream::Receive() {
   Pending& front = pending_.front();
   const absl::Time deadline =
       std::max(front.sent, last_received_) + options_.deadline;
-  // What was refused behind another one has its time from now on.
+  // A tensor that was refused behind another one has its time from now on.
   front.exchange->retries.since = absl::Now();
   while (!front.is_over) {
     if (call_ == nullptr) Open();
@@ -200,7 +200,7 @@ std::unique_ptr<Exchange> RetryingStream::Receive() {
     if (outcome != StreamCall::Outcome::kAnswered) {
       const absl::Status status =
           CloseBroken(outcome == StreamCall::Outcome::kTimeout);
-      // What this very call answered before it broke needs no other.
+      // A tensor that this very call answered before it broke needs no other.
       if (!front.is_over) FailOrPause(status, deadline);
       continue;
     }
@@ -217,7 +217,7 @@ std::unique_ptr<Exchange> RetryingStream::Receive() {
   std::unique_ptr<Exchange> exchange = std::move(front.exchange);
   pending_.pop_front();
   last_received_ = absl::Now();
-  // What waited for this one.
+  // Sends the tensors that waited for this one.
   if (call_ != nullptr) EnqueueReady();
   return exchange;
 }

@@ -47,7 +47,7 @@ class RetryingStream {
   std::unique_ptr<Exchange> Receive();
 
   const ClientOptions& options() const { return options_; }
-  // What may go by name.
+  // The buffers whose contents may go by name.
   const SharedBuffers& shared_buffers() const { return *shared_buffers_; }
 
   // Sent and not received.
@@ -62,7 +62,7 @@ class RetryingStream {
     // Answered, or failed: not part of call_ any more.
     bool is_over;
     absl::Time sent;
-    // Of call_, with this number there.
+    // True for a part of call_, with this number there.
     bool is_on_call = false;
     uint64_t number = 0;
     // resume_bytes() when it was put on call_.
@@ -79,7 +79,8 @@ class RetryingStream {
   void DropCall();
   // Sends the front, which was answered, once more.
   void SendAgain(absl::Time deadline);
-  // What becomes of the oldest exchange after its call broke with `status`.
+  // Waits before a retry of the oldest exchange after its call broke with
+  // `status`, or ends it, and all others where no retry may help.
   void FailOrPause(const absl::Status& status, absl::Time deadline);
   // Ends the call; takes note of what it answered. Returns why it ended.
   absl::Status CloseBroken(bool timed_out);

@@ -39,8 +39,8 @@ class ScalePieces {
 // Not thread-safe.
 class ScaleFeed {
  public:
-  // Of a tensor whose payload has that many bits for each element. `scales`
-  // must stay.
+  // Makes the feed of a tensor whose payload has that many bits for each
+  // element. `scales` must stay.
   // Errors: ARGUMENT_INVALID where there are not as many scales as the encoding
   // has blocks.
   static absl::StatusOr<ScaleFeed> Create(absl::Span<const int64_t> shape,

@@ -28,20 +28,20 @@ class ScaleReceiver {
   // Takes a serialized v1::ScaleChunk.
   // Errors: RESPONSE_MALFORMED.
   absl::Status Accept(absl::string_view chunk);
-  // Whether all came, and as they were sent.
+  // Checks that all scales came, and as they were sent.
   // Errors: RESPONSE_MALFORMED; CHECKSUM_MISMATCH; those of the sinks.
   absl::Status Finish(const v1::QuantizeSummary& summary) const;
 
-  // What went to no sink.
+  // The scales that went to no sink.
   ScaleBuffers TakeBuffers() { return std::move(buffers_); }
 
  private:
   // One kind of scales.
   struct Part {
-    // Of what goes to the sink or the buffer.
+    // Size of what goes to the sink or the buffer.
     uint64_t size_bytes = 0;
     uint64_t received_bytes = 0;
-    // Of what came.
+    // Hash of what came.
     Hash hash;
   };
 

@@ -36,7 +36,7 @@ struct Scales {
   absl::Span<const uint8_t> outer_scale;
 };
 
-// The same, owned.
+// Scales that own their bytes.
 struct ScaleBuffers {
   Buffer scale;
   Buffer zero_point;
@@ -50,7 +50,7 @@ struct ScaleBuffers {
 // Size of a stored scale: 1, 2 or 4 bytes.
 int64_t ScaleSizeBytes(v1::ScaleType type);
 
-// Whether scales of that type stand under outer scales.
+// True if scales of that type stand under outer scales.
 bool HasOuterScales(v1::ScaleType type);
 
 // Number of scales, and of outer scales, of a tensor.
@@ -79,9 +79,9 @@ Encoding WithScales(const Encoding& encoding, const Scales& scales);
 std::vector<int64_t> BlockSizeOf(const EncodingSpec& spec,
                                  const std::vector<int64_t>& shape);
 
-// What the encoding of a spec will be, without qmin, qmax and scales, and with
-// scales_in_chunks. With unsigned_if_non_negative the format may turn to
-// the unsigned one of its width.
+// The encoding that a spec will give, without qmin, qmax and scales, and with
+// scales_in_chunks. With unsigned_if_non_negative the format may turn to the
+// unsigned one of its width.
 // Requires: the server takes the spec.
 Encoding ExpectedEncoding(const EncodingSpec& spec,
                           const std::vector<int64_t>& shape);

@@ -28,7 +28,7 @@ class SharedBuffers : public std::enable_shared_from_this<SharedBuffers> {
       const ClientOptions& options, uint64_t size_bytes)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // What to call `bytes` to the server; none unless they are within one buffer
+  // The name of `bytes` for the server; none unless they are within one buffer
   // and begin at a multiple of 8 in it.
   std::optional<v1::SharedSpan> Name(absl::Span<const uint8_t> bytes) const
       ABSL_LOCKS_EXCLUDED(mutex_);

@@ -67,7 +67,7 @@ class StreamCall final
 
   // Requires: the call has finished.
   grpc::Status grpc_status() const ABSL_LOCKS_EXCLUDED(mutex_);
-  // What the answer broke, if that is why the call was cancelled.
+  // The error in the answer, if that is why the call was cancelled.
   absl::Status protocol_status() const ABSL_LOCKS_EXCLUDED(mutex_);
 
   void OnReadDone(bool ok) override;

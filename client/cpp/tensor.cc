@@ -17,7 +17,7 @@
 namespace quantd {
 namespace {
 
-// What the library takes for granted.
+// Assumptions of the library.
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
               "elements lie in memory as they do on the wire");
 static_assert(std::numeric_limits<float>::is_iec559 &&

@@ -41,7 +41,7 @@ absl::StatusOr<ElementType> ParseElementType(absl::string_view name);
 struct Tensor {
   // May stay empty where nothing is looked up or stored.
   TensorName name;
-  // Of the reals, also when `data` are codes.
+  // Type of the reals, also when `data` are codes.
   ElementType element_type = ElementType::kFloat32;
   // Outermost dimension first; empty for a scalar.
   std::vector<int64_t> shape;
@@ -54,11 +54,11 @@ struct Tensor {
 // Errors: ARGUMENT_INVALID for a negative dimension or a product over 2^56.
 absl::StatusOr<int64_t> ElementCount(absl::Span<const int64_t> shape);
 
-// What a format's codes are; the values are those of quantd.v1.CodeKind.
+// Kind of a format's codes; the values are those of quantd.v1.CodeKind.
 enum class CodeKind : int { kInteger = 1, kFloat = 2, kCodebook = 3 };
 
-// What the patterns at the end of a small float's range stand for; the values
-// are those of quantd.v1.FloatSpecials.
+// Meaning of the patterns at the end of a small float's range; the values are
+// those of quantd.v1.FloatSpecials.
 enum class FloatSpecials : int { kNone = 1, kNan = 2, kIeee = 3, kFnuz = 4 };
 
 // A sign bit, exponent bits and mantissa bits; subnormals as in IEEE 754.
@@ -69,7 +69,7 @@ struct FloatLayout {
   FloatSpecials specials;
 };
 
-// What a format is made of, as the options of quantd.v1.NumberFormat say.
+// Properties of a format, as the options of quantd.v1.NumberFormat say.
 struct FormatInfo {
   v1::NumberFormat format;
   CodeKind kind;
@@ -78,7 +78,7 @@ struct FormatInfo {
   int storage_bits;
   // Two's complement.
   bool is_signed;
-  // Of floats and codebooks 0 and 2^bits - 1.
+  // Range of the codes; for floats and codebooks 0 and 2^bits - 1.
   int32_t qmin;
   int32_t qmax;
   // Floats only.

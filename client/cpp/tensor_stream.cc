@@ -145,8 +145,8 @@ void AddSummary(const v1::DequantizeSummary& part, v1::DequantizeSummary* sum) {
   sum->set_count(sum->count() + part.count());
 }
 
-// What Quantize and Dequantize share: an output in the caller's memory or in
-// a buffer of its own.
+// The common part of Quantize and Dequantize: an output in the caller's memory
+// or in a buffer of its own.
 template <typename Header, typename Result>
 class OutputExchange : public Exchange {
  public:
@@ -381,18 +381,18 @@ class OutputExchange : public Exchange {
   // Empty where the output goes into memory.
   const Sink sink_;
   const absl::Span<uint8_t> caller_output_;
-  // Where scales go up beside the payload.
+  // Set where scales go up beside the payload.
   std::optional<ScaleFeed> scale_feed_;
   Result result_;
   // For the whole output, unless there is a sink.
   absl::Span<uint8_t> room_;
-  // Of the whole output.
+  // Size of the whole output.
   uint64_t size_bytes_ = 0;
 
   // With parts: what only the first one's header says.
   Header first_part_;
   int64_t part_bytes_wanted_ = 0;
-  // What all say, where that is a reference.
+  // Header of all parts, where it has a reference.
   Header header_;
   bool is_by_reference_ = false;
   // The reference has become another encoding's.
@@ -510,7 +510,8 @@ class DequantizeExchange final
   }
 };
 
-// What Calibrate and Evaluate share: an answer of nothing but a summary.
+// The common part of Calibrate and Evaluate: an answer of nothing but a
+// summary.
 template <typename Summary>
 class SummaryExchange : public Exchange {
  public:
@@ -538,7 +539,8 @@ class SummaryExchange : public Exchange {
   Summary summary_;
 };
 
-// Of contributions: one that arrived behind a later one would not be counted.
+// Key of contributions that go one after another: one that arrived behind a
+// later one would not be counted.
 std::string OrderKey(const TensorName& name, const std::string& source) {
   v1::TensorName key = name;
   if (key.revision().empty()) key.set_revision("main");
@@ -577,7 +579,7 @@ class CalibrateExchange final : public SummaryExchange<CalibrateResult> {
   }
 
  private:
-  // Where there is a spec.
+  // Set where there is a spec.
   std::optional<Question> question_;
 };
 
@@ -710,9 +712,9 @@ class EvaluateExchange final : public SummaryExchange<EvaluateResult> {
   };
   std::vector<Candidate> candidates_;
   bool omits_encodings_ = false;
-  // Those whose scales go up beside the elements.
+  // Candidates, by number, whose scales go up beside the elements.
   std::vector<std::pair<uint32_t, ScaleFeed>> scale_feeds_;
-  // Of a comparison; 0 for none.
+  // Size of a pair of elements in a comparison; 0 without one.
   uint64_t pair_bytes_ = 0;
   Reference reference_;
   Reference test_;

@@ -33,14 +33,14 @@ class RetryingStream;
 using Sink = std::function<absl::Status(uint64_t offset_bytes,
                                         absl::Span<const uint8_t> bytes)>;
 
-// Where scales go; see Scales.
+// Sinks of scales; see Scales.
 struct ScaleSinks {
   Sink scale;
   Sink zero_point;
   Sink outer_scale;
 };
 
-// Where an encoding comes from: the service, the caller, or the data.
+// Source of an encoding: the service, the caller, or the data.
 using EncodingSource =
     std::variant<v1::EncodingReference, Encoding, EncodingSpec>;
 
@@ -59,7 +59,7 @@ struct QuantizeJob {
   std::optional<ByteRange> range;
   // Leave the encoding out of the result.
   bool omit_encoding = false;
-  // Where the codes go; it must stay until the result is received. When empty
+  // Memory for the codes; it must stay until the result is received. When empty
   // the result has a buffer.
   absl::Span<uint8_t> output;
   // Takes the codes in place of that, so that nobody holds them.
@@ -99,7 +99,7 @@ struct DequantizeJob {
   EncodingSource source;
   std::optional<ByteRange> range;
   bool omit_encoding = false;
-  // As in QuantizeJob.
+  // See QuantizeJob.
   absl::Span<uint8_t> output;
   Sink sink;
   std::optional<Scales> scales;
@@ -131,16 +131,16 @@ struct EvaluateCandidate {
   EncodingSource source;
   // Comes back with the metrics.
   std::string label;
-  // As in QuantizeJob.
+  // See QuantizeJob.
   std::vector<float> outer_maximum = {};
   std::optional<Scales> scales = std::nullopt;
 };
 
-// What a tensor is compared with: elements of its shape, which are taken to be
-// exact.
+// The elements that a tensor is compared with, of its shape. They are taken to
+// be exact.
 struct Reference {
   ElementType element_type = ElementType::kFloat32;
-  // As in Tensor.
+  // See Tensor.
   absl::Span<const uint8_t> data;
 };
 
@@ -184,7 +184,7 @@ class TensorStream {
 
   // Starts to send and does not wait. Errors come with the result.
   void Send(const Job& job) { Send(job, /*is_last=*/false); }
-  // The same; nothing may be sent after it. Saves a round trip.
+  // Sends the last tensor; nothing may be sent after it. Saves a round trip.
   void SendLast(const Job& job) { Send(job, /*is_last=*/true); }
 
   // The result of the oldest tensor.

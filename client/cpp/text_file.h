@@ -10,9 +10,9 @@
 
 namespace quantd::internal {
 
-// Of what people write: specs, codebooks, configurations, certificates.
+// Limit of what people write: specs, codebooks, configurations, certificates.
 constexpr size_t kMaxTextBytes = size_t{16} << 20;
-// Of what programs write: the encodings of a model.
+// Limit of what programs write: the encodings of a model.
 constexpr size_t kMaxDocumentBytes = size_t{1} << 30;
 
 // The bytes of a regular file. Does not wait for a writer, as of a FIFO.
@@ -21,7 +21,8 @@ constexpr size_t kMaxDocumentBytes = size_t{1} << 30;
 absl::StatusOr<std::string> ReadTextFile(const std::string& path,
                                          size_t max_bytes = kMaxTextBytes);
 
-// The same of kMaxDocumentBytes; "-" is standard input, whatever that is.
+// ReadTextFile of at most kMaxDocumentBytes; "-" is standard input, whatever
+// that is.
 absl::StatusOr<std::string> ReadDocument(const std::string& path);
 
 }  // namespace quantd::internal

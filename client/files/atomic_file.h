@@ -17,10 +17,10 @@ namespace quantd::files {
 // The path that stands for standard output.
 constexpr char kStandardOutput[] = "-";
 
-// What becomes of a file that is there already.
+// The choice for a file that is there already.
 enum class IfExists { kRefuse, kReplace };
 
-// Whether a file can be written there, as AtomicFile::Create says it.
+// Checks that a file can be written there, as AtomicFile::Create does.
 // Errors: FILE_EXISTS; FILE_UNWRITABLE for a folder and the like, or in one
 // that is not there or not writable.
 absl::Status CheckWritable(const std::string& path, IfExists if_exists);
@@ -72,7 +72,7 @@ class AtomicFile {
   const std::string path_;
   const IfExists if_exists_;
   const Kind kind_;
-  // Of kNamed.
+  // Path of the file until Commit; for kNamed alone.
   const std::string temporary_path_;
   // Negative once committed or moved from.
   int fd_;
@@ -83,7 +83,7 @@ class AtomicFile {
 absl::Status WriteAll(int fd, absl::Span<const uint8_t> bytes,
                       const std::string& path);
 
-// The same from `offset_bytes` on. Thread-safe for bytes that do not overlap.
+// WriteAll from `offset_bytes` on. Thread-safe for bytes that do not overlap.
 // Errors: FILE_UNWRITABLE.
 absl::Status WriteAllAt(int fd, uint64_t offset_bytes,
                         absl::Span<const uint8_t> bytes,

@@ -134,11 +134,11 @@ void Store(float value, Dtype dtype, uint8_t* out) {
 }  // namespace
 
 uint32_t CodeStream::Get(int64_t line, int64_t position) const {
-  // As a power of two.
+  // Bits of a word, as a power of two.
   const int word_bits_log2 = word_bytes == 1 ? 3 : 5;
   const int64_t word_bits = int64_t{1} << word_bits_log2;
   if (places != nullptr) {
-    // Of 4 or 8 bits.
+    // Codes with places have 4 or 8 bits.
     const int64_t in_word = position & (bits == 4 ? 7 : 3);
     position += places[in_word] - in_word;
   }
@@ -203,7 +203,7 @@ void CodedTensor::DecodeRows(int64_t begin, int64_t end,
     const int64_t of_row = scales.IndexOf(matrix, row, 0);
     float scale = 0;
     float zero_point = 0;
-    // Where the next scale begins.
+    // Column where the next scale begins.
     int64_t change = 0;
     for (int64_t column = 0; column < columns; ++column) {
       if (column == change) {

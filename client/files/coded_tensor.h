@@ -29,7 +29,7 @@ struct CodeStream {
   int64_t stride_words = 1;
   // In values, where lines have no words of their own.
   int64_t line_values = 0;
-  // Of the values of a word, 4 or 8 bits each, where in it each lies; null: in
+  // Place in a word of each of its values, which have 4 or 8 bits; null: in
   // their order.
   const uint8_t* places = nullptr;
 
@@ -37,7 +37,7 @@ struct CodeStream {
   uint32_t Get(int64_t line, int64_t position) const;
 };
 
-// What codes stand for, before zero points and scales.
+// Kind of numbers that codes stand for, before zero points and scales.
 enum class CodeValues {
   kUnsigned,
   // Two's complement.
@@ -52,7 +52,7 @@ struct CodeScales {
   // F32, F16, BF16, F8_E4M3, or U8: 2^(byte - 127).
   Dtype dtype = Dtype::kF32;
   absl::Span<const uint8_t> data;
-  // Of a block.
+  // Rows and columns of a block.
   int64_t rows = 1;
   int64_t columns = 1;
   // The scale of block (i, j) of matrix m is number m * matrix_step + i *
@@ -77,7 +77,7 @@ struct CodeScales {
 // made, thread-safe.
 struct CodedTensor {
   std::string name;
-  // Of the reals: F32, F16, BF16 or F64. Rounded to nearest, ties to even.
+  // Type of the reals: F32, F16, BF16 or F64. Rounded to nearest, ties to even.
   Dtype dtype = Dtype::kF32;
   std::vector<int64_t> shape;
   // Who has that layout, for people.
@@ -90,20 +90,20 @@ struct CodedTensor {
   int64_t rows = 1;
   int64_t columns = 1;
   CodeStream codes;
-  // Whether a line is a column; otherwise it is a row. Lines of one matrix come
+  // True if a line is a column; otherwise it is a row. Lines of one matrix come
   // after those of the one before.
   bool lines_are_columns = false;
   CodeValues values = CodeValues::kUnsigned;
   CodeScales scales;
-  // At most one of these two. Of a stream lines are blocks of columns, and
-  // positions rows; `zero_point_add` comes on top.
+  // At most one of these two. Lines of a stream are blocks of columns, and
+  // positions are rows; `zero_point_add` comes on top.
   std::optional<CodeStream> zero_point_stream;
   int32_t zero_point_add = 0;
   // One for each scale; empty: 0.
   absl::Span<const int32_t> zero_points;
-  // What spans may point into, beside files.
+  // Owner of what spans may point into, beside files.
   std::shared_ptr<const void> owner;
-  // Where the codes are made on use; null for those of a file.
+  // Makes the codes on use; null for those of a file.
   std::shared_ptr<LazyBytes> lazy;
 
   // Keep what this returns where rows are decoded bit by bit: the codes are

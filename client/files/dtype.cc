@@ -89,7 +89,7 @@ std::optional<int64_t> TensorSizeBytes(Dtype dtype,
   if (is_empty) return 0;
   const int64_t bits = SizeBits(dtype);
   if (bits % 8 == 0) return size;
-  // Of elements of a byte each.
+  // Here `size` is that of elements of a byte each.
   if (size % 8 * bits % 8 != 0) return std::nullopt;
   return size / 8 * bits + size % 8 * bits / 8;
 }
@@ -103,7 +103,7 @@ uint16_t NearestHalf(float value) {
   const float magnitude = std::fabs(value);
   int exponent = 0;
   std::frexp(magnitude, &exponent);
-  // Of the last bit.
+  // Exponent of the last bit.
   exponent = std::max(exponent - 11, -24);
   // 2^10 and more but for subnormal numbers; 2^11 where it rounds up to the
   // next power of two, which carries into the exponent.

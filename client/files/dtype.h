@@ -43,7 +43,7 @@ int64_t DtypeSizeBytes(Dtype dtype);
 // True if scales of that type may be powers of two: byte b is 2^(b - 127).
 bool IsPowerScale(Dtype dtype);
 
-// As safetensors spells it, e.g. "BF16", and back.
+// Name that safetensors uses, e.g. "BF16", and back.
 absl::string_view DtypeName(Dtype dtype);
 std::optional<Dtype> ParseDtype(absl::string_view name);
 

@@ -80,7 +80,7 @@ std::string GotInstead(absl::Span<const uint8_t> bytes) {
 std::string QuotedName(absl::string_view name) {
   constexpr size_t kMostBytes = 200;
   size_t size = std::min(name.size(), kMostBytes);
-  // Where it is cut, no character may go on.
+  // The cut must not be within a character.
   while (size < name.size() && size > 0 && (name[size] & 0xC0) == 0x80) --size;
   return absl::StrCat("\"", absl::Utf8SafeCHexEscape(name.substr(0, size)),
                       size < name.size() ? "...\"" : "\"");

@@ -258,7 +258,7 @@ class GgufHeaderParser {
                         GgufTensor* tensor) const {
     if (tensor->type == nullptr) return absl::OkStatus();
     const GgufType& type = *tensor->type;
-    // Of what it decodes to, which is to have a size too.
+    // Type of the decoded elements, which have to have a size too.
     const Dtype dtype = type.dtype.value_or(Dtype::kF32);
     const std::optional<int64_t> decoded =
         TensorSizeBytes(dtype, tensor->shape);

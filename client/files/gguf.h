@@ -29,7 +29,7 @@
 
 namespace quantd::files {
 
-// Of the data, where the metadata do not say another.
+// Alignment of the data, where the metadata do not say another.
 constexpr uint32_t kGgufAlignment = 32;
 
 // A tensor of a file. Plain value.
@@ -37,11 +37,12 @@ struct GgufTensor {
   std::string name;
   // Null for one that is not known.
   const GgufType* type = nullptr;
-  // As the file numbers its types.
+  // Number of the type in the file.
   uint32_t type_number = 0;
   // Outermost dimension first. The innermost has whole blocks.
   std::vector<int64_t> shape;
-  // As they lie in the file; empty without a type. Points into its mapping.
+  // Bytes as they lie in the file; empty without a type. Points into its
+  // mapping.
   absl::Span<const uint8_t> data;
 };
 
@@ -62,11 +63,11 @@ class GgufReader {
   // In the file's order.
   const std::vector<GgufTensor>& tensors() const { return tensors_; }
   const std::vector<GgufPair>& pairs() const { return pairs_; }
-  // Of the data.
+  // Alignment of the data.
   uint32_t alignment() const { return alignment_; }
 
-  // Whether the file has all tensors of its model, as far as its metadata tell.
-  // `path` is for the error. Errors: FILE_UNSUPPORTED.
+  // Checks that the file has all tensors of its model, as far as its metadata
+  // tell. `path` is for the error. Errors: FILE_UNSUPPORTED.
   absl::Status CheckWhole(const std::string& path) const;
 
  private:

@@ -25,7 +25,7 @@ std::string GgufTextPair(absl::string_view key, absl::string_view value);
 std::string GgufTextsPair(absl::string_view key,
                           absl::Span<const absl::string_view> values);
 
-// What a tensor of the file will be. Plain value.
+// A tensor that the file will have. Plain value.
 struct GgufEntry {
   std::string name;
   const GgufType* type;
@@ -36,8 +36,8 @@ struct GgufEntry {
   uint64_t SizeBytes() const;
 };
 
-// Whether ggml can read such a tensor: names of fewer than 64 bytes, at most 4
-// dimensions, none of them 0, whole blocks.
+// Checks that ggml can read such a tensor: a name of fewer than 64 bytes, at
+// most 4 dimensions, none of them 0, whole blocks.
 // Errors: FILE_UNSUPPORTED; `path` is for the text.
 absl::Status CheckGgufEntry(const std::string& path, const GgufEntry& entry);
 
@@ -76,7 +76,8 @@ class GgufBuilder {
 
   const std::string path_;
   AtomicFile file_;
-  // Of file_, or of a file without a name where that is written as data come.
+  // Descriptor of file_, or of a file without a name where file_ is written as
+  // data come.
   int fd_ = -1;
   std::vector<Place> places_;
   uint64_t size_bytes_ = 0;

@@ -28,7 +28,7 @@ constexpr int kRounds = 4;
 // Beyond so many times the error that blocks have by themselves, other numbers
 // are tried for what a super-block shares.
 constexpr double kSharedShare = 4;
-// Of searches whose scales are stored in float16.
+// Steps and fits of searches whose scales are stored in float16.
 constexpr int kHalfSteps = 7;
 constexpr float kHalfStep = 0.5F;
 constexpr int kHalfFits = 2;
@@ -60,14 +60,14 @@ int NearestInt(float value, int low, int high) {
 
 float InverseOf(float scale) { return scale == 0 ? 0 : 1 / scale; }
 
-// As a float16 has it; not beyond its largest number.
+// The nearest float16; not beyond its largest number.
 float RoundedToHalf(double value) {
   const float clamped = static_cast<float>(
       std::clamp(value, -double{kMostHalf}, double{kMostHalf}));
   return HalfValue(NearestHalf(clamped));
 }
 
-// The same, not less than `value`, but for the largest number.
+// RoundedToHalf, but not less than `value` unless it is the largest number.
 // Requires: value >= 0.
 float ToHalfAbove(float value) {
   const float nearest = RoundedToHalf(value);
@@ -163,7 +163,7 @@ Line Fit(const Weighed& x, const Line& line, float most) {
 
 // The line with the least error of those that are tried.
 Line FindLine(const Weighed& in, float most) {
-  // Of ranges that are cut off ever more at their upper end.
+  // The search tries ranges that are cut off ever more at their upper end.
   constexpr int kSteps = 33;
   constexpr float kStep = 0.125F;
   constexpr int kFits = 4;
@@ -199,7 +199,7 @@ Line EndLine(const float* x, float code) {
   return {span > kLeastRange ? span / code : 0, -low};
 }
 
-// What is stored of a super-block, but for its codes.
+// The stored numbers of a super-block, but for its codes.
 struct LineBlock {
   float d = 0;
   float dmin = 0;
@@ -207,7 +207,7 @@ struct LineBlock {
   int minimum[kLineBlocks] = {};
   double error = kInfinity;
 
-  // As it will be decoded.
+  // The line of block j as it will be decoded.
   Line LineOf(size_t j) const {
     return {d * static_cast<float>(scale[j]),
             dmin * static_cast<float>(minimum[j])};
@@ -327,7 +327,8 @@ LineBlock FindLines(const Weighed& x, float most) {
   }
   if (even.error <= best.error) best = even;
   if (best.error <= kSharedShare * unshared_error) return best;
-  // Of two numbers, for one: what float16 rounds off is all there is.
+  // Tries d and dmin for one integer of both: what float16 rounds off is all
+  // there is.
   for (const Line* const found : {lines, ends}) {
     const Line largest = LargestOf(found);
     for (int most_integer = kMostSixBits; most_integer > kMostSixBits / 2;
@@ -451,7 +452,7 @@ constexpr int kLeastScale = -128;
 constexpr int kMostScale = 127;
 constexpr int kScaleBits = 6;
 
-// Of codes of so many bits.
+// The least of codes of so many bits.
 constexpr int LeastCode(int bits) { return -(1 << (bits - 1)); }
 
 template <int kBits>
@@ -574,7 +575,7 @@ float SharedOf(const float* scales) {
   return largest > 0 ? -d : d;
 }
 
-// The same as FindEvenLines.
+// The even scales of all blocks, where they have no error, like FindEvenLines.
 ScaledBlock FindEvenScales(const Weighed& x) {
   float scales[kScaleBlocks];
   for (size_t j = 0; j < kScaleBlocks; ++j) {
@@ -611,7 +612,7 @@ ScaledBlock FindScales(const Weighed& x) {
   }
   if (even.error <= best.error) best = even;
   if (best.error <= kSharedShare * unshared_error) return best;
-  // As in FindLines.
+  // Tries d for one integer, like FindLines.
   for (const float* const found : {scales, ends}) {
     const float largest = Largest<kScaleBlocks>(found);
     for (int integer = kLeastScale; integer < kLeastScale / 2; ++integer) {
@@ -631,7 +632,7 @@ void EncodeQ6K(const float* elements, const float* weights, uint8_t* block) {
     block[192 + j] = static_cast<uint8_t>(found.scale[j]);
     const float inverse =
         InverseOf(found.d * static_cast<float>(found.scale[j]));
-    // Where gguf_types.cc finds them.
+    // The places where gguf_types.cc finds the bits of the codes.
     uint8_t* const low = block + j / 8 * 64 + j % 4 * 16;
     uint8_t* const high = block + 128 + j / 8 * 32 + j % 2 * 16;
     for (size_t i = 0; i < kScaleBlock; ++i) {

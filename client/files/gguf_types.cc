@@ -15,7 +15,7 @@
 namespace quantd::files {
 namespace {
 
-// Of the k-quants and most i-quants.
+// Elements in a block of the k-quants and most i-quants.
 constexpr size_t kSuperBlock = 256;
 
 // Twice the values of FP4 E2M1.
@@ -49,7 +49,7 @@ int Nibble64(const uint8_t* bytes, size_t j, size_t i) {
   return bytes[j / 2 * 32 + i] >> (j % 2 * 4) & 15;
 }
 
-// The same where 32 bytes have 2 bits each of four parts.
+// Code i of part j of 32 codes, where 32 bytes have 2 bits each of four parts.
 int Crumb128(const uint8_t* bytes, size_t j, size_t i) {
   return bytes[j / 4 * 32 + i] >> (j % 4 * 2) & 3;
 }
@@ -201,7 +201,7 @@ void DecodeQ4K(const uint8_t* block, float* out) {
   }
 }
 
-// The same with 32 bytes of high bits before the codes.
+// d, dmin, 12 bytes of scales and minima, 32 of high bits, 128 of codes.
 void DecodeQ5K(const uint8_t* block, float* out) {
   const float d = ReadHalf(block);
   const float dmin = ReadHalf(block + 2);

@@ -14,16 +14,16 @@ namespace quantd::files {
 
 // Elements lie in blocks along the innermost dimension. Plain value.
 struct GgufType {
-  // As files number it.
+  // Number of the type in files.
   uint32_t number;
-  // As ggml spells it, e.g. "q4_K".
+  // Name that ggml uses, e.g. "q4_K".
   absl::string_view name;
   int64_t block_elements;
   int64_t block_bytes;
   // Writes the elements of one block, the same bits as ggml does. Null for
   // plain types.
   void (*decode)(const uint8_t* block, float* elements);
-  // Of plain types, whose blocks are single elements.
+  // Type of the elements of plain types, whose blocks are single elements.
   std::optional<Dtype> dtype;
 
   bool IsPlain() const { return dtype.has_value(); }

@@ -1,4 +1,4 @@
-// What the bits of a float16 stand for. Needs no library.
+// The numbers that the bits of a float16 stand for. Needs no library.
 
 #ifndef QUANTD_CLIENT_FILES_HALF_H_
 #define QUANTD_CLIENT_FILES_HALF_H_

@@ -233,8 +233,8 @@ absl::StatusOr<uint64_t> WriteImatrix(const std::string& path,
     absl::Status status = CheckGgufEntry(path, entry);
     if (!status.ok()) return status;
   }
-  // What llama.cpp wants to be told of the data; it takes none of it into
-  // account when it quantizes.
+  // Facts about the data that llama.cpp wants to be told; it takes none of them
+  // into account when it quantizes.
   constexpr uint32_t kChunkSize = 512;
   const std::string pairs[] = {
       GgufTextPair("general.type", "imatrix"),

@@ -23,7 +23,7 @@
 
 namespace quantd::files {
 
-// What a file has of one weight. Plain value.
+// Sums of squares that a file has of one weight. Plain value.
 struct InputSquares {
   int64_t columns = 0;
   // [matrices, columns], each finite and at least 0.
@@ -31,7 +31,7 @@ struct InputSquares {
   // [matrices]: how many inputs were summed; finite and at least 0.
   std::vector<float> counts;
 
-  // Of each column, over the inputs of all matrices; 1 where none came, as
+  // Mean of each column, over the inputs of all matrices; 1 where none came, as
   // llama.cpp has it.
   std::vector<double> MeanSquares() const;
 };

@@ -66,7 +66,7 @@ std::string MarkPythonNumbers(absl::string_view text) {
       absl::StrAppend(&marked, Mark(*number));
     } else {
       if (text[0] == '"') is_in_string = !is_in_string;
-      // What is escaped ends no string.
+      // A character that is escaped ends no string.
       if (is_in_string && text[0] == '\\') {
         size = std::min<size_t>(2, text.size());
       }

@@ -17,7 +17,7 @@ using Json = nlohmann::ordered_json;
 // them calls itself.
 constexpr int kMostJsonDepth = 128;
 
-// Whether arrays and objects of a JSON text are nested deeper than that.
+// True if arrays and objects of a JSON text are nested deeper than that.
 bool IsTooDeep(absl::string_view text);
 
 // The value of a JSON text; is_discarded() for one that is none, or is nested
@@ -35,7 +35,7 @@ Value ParseJson(absl::string_view text) {
 // numbers; PythonJsonText makes them what they were.
 std::string MarkPythonNumbers(absl::string_view text);
 
-// As ParseJson.
+// ParseJson of a text that may have Python's numbers.
 template <typename Value = Json>
 Value ParsePythonJson(absl::string_view text) {
   return ParseJson<Value>(MarkPythonNumbers(text));

@@ -31,10 +31,10 @@ namespace quantd::files {
 // A place for what is mapped; it is never freed, because a signal handler reads
 // all of them.
 struct Mapping {
-  // Of a tensor of the file.
+  // Bytes of a tensor of the file.
   struct Region {
     std::string name;
-    // As an error has it.
+    // Name as an error has it.
     std::string quoted_name;
     const uint8_t* begin;
     const uint8_t* end;
@@ -54,7 +54,7 @@ namespace {
 
 ABSL_CONST_INIT absl::Mutex g_mutex(absl::kConstInit);
 std::atomic<Mapping*> g_mappings{nullptr};
-// Of the first that had changed when it was let go of.
+// Error of the first file that had changed when it was let go of.
 absl::Status* g_changed ABSL_GUARDED_BY(g_mutex) = nullptr;
 
 const char* g_program = nullptr;
@@ -83,7 +83,8 @@ absl::Status CheckMapping(const Mapping& mapping) {
        now.st_mtim.tv_nsec == mapping.status.st_mtim.tv_nsec)) {
     return absl::OkStatus();
   }
-  // Of what was rewritten nobody knows which tensor it was.
+  // Nobody knows which tensor was rewritten; a file that was cut short tells
+  // it.
   const Mapping::Region* const cut =
       now.st_size < mapping.status.st_size
           ? RegionFrom(mapping, mapping.data.load() + now.st_size)
@@ -116,8 +117,8 @@ void Write(const char* text) {
       write(STDERR_FILENO, text, std::strlen(text));
 }
 
-// Of threads that find a change at the same time, the first one tells of it;
-// the process ends with that one.
+// Lets one thread end the process: of threads that find a change at the same
+// time, the first one tells of it, and the process ends with that one.
 void BeTheOneThatEnds() {
   if (!g_is_ending.test_and_set()) return;
   while (true) pause();

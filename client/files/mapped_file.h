@@ -16,7 +16,7 @@ namespace quantd::files {
 
 struct Mapping;
 
-// Where a tensor lies in a mapped file.
+// The bytes of a tensor in a mapped file.
 struct TensorBytes {
   std::string name;
   absl::Span<const uint8_t> bytes;
@@ -50,10 +50,10 @@ class MappedFile {
   Mapping* mapping_;
 };
 
-// Whether no file that is mapped was changed in its place since, by its size
-// and its time of modification; after ExplainCutFiles, none that was mapped
-// either. A file that another one took the place of has not changed.
-// Thread-safe. Errors: FILE_CHANGED, of the first that was found.
+// Checks that no file that is mapped was changed in its place since, by its
+// size and its time of modification; after ExplainCutFiles, also none that was
+// mapped and is not any more. A file that another one took the place of has not
+// changed. Thread-safe. Errors: FILE_CHANGED, of the first that was found.
 absl::Status CheckMappedFiles();
 
 // From now on a read behind the end of a mapped file ends the process with the

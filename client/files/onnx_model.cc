@@ -45,7 +45,7 @@ struct CodeType {
   int bytes;
 };
 
-// Of biases alone: QuantizeLinear does not make it.
+// Type of biases alone: QuantizeLinear does not make it.
 constexpr absl::string_view kBiasType = "int32";
 
 constexpr CodeType kCodeTypes[] = {
@@ -174,7 +174,7 @@ void ForEachNode(onnx::GraphProto* graph, Visit& visit) {
   ForEachGraph(graph, visit_graph);
 }
 
-// The same for a function.
+// Calls visit(node) for all nodes of a function and the graphs in it.
 template <typename Visit>
 void ForEachNode(onnx::FunctionProto* function, Visit& visit) {
   auto visit_graph = [&visit](onnx::GraphProto* one) {
@@ -455,7 +455,7 @@ struct OnnxModel::Graph {
   // Index of the node that makes a value.
   absl::flat_hash_map<std::string, int> producers;
   absl::flat_hash_set<std::string> inputs;
-  // Of values whose type is told.
+  // Values whose type is told.
   absl::flat_hash_map<std::string, Activation> types;
   // Initializers that a node takes no more.
   absl::flat_hash_set<std::string> replaced;
@@ -876,7 +876,7 @@ absl::Status OnnxModel::RaiseOpset(const std::string& path) {
     }
   };
   ForEachNode(model.mutable_graph(), check);
-  // Those of the model's own functions go with it.
+  // The model's own functions take the new version with it.
   for (onnx::FunctionProto& function : *model.mutable_functions()) {
     ForEachNode(&function, check);
   }
@@ -950,7 +950,7 @@ absl::Status OnnxModel::Write(const std::string& path, IfExists if_exists) {
   {
     google::protobuf::io::StringOutputStream stream(&bytes);
     google::protobuf::io::CodedOutputStream coded(&stream);
-    // The same model gives the same bytes.
+    // Makes the bytes the same for the same model.
     coded.SetSerializationDeterministic(true);
     graph_->model.SerializeWithCachedSizes(&coded);
   }

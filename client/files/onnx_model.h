@@ -38,7 +38,7 @@ class OnnxModel {
     // Nothing where the model does not tell the type, or it is no float.
     std::optional<Dtype> dtype;
     bool has_type = false;
-    // Where the model tells it.
+    // Set where the model tells it.
     std::optional<int64_t> rank;
   };
 
@@ -48,35 +48,36 @@ class OnnxModel {
     std::string op_type;
     std::vector<std::string> inputs;
     std::vector<std::string> outputs;
-    // Of a Gemm: whether it takes the transpose of its first and second input.
+    // For a Gemm: true if it takes the transpose of its first, or second,
+    // input.
     bool transposes_a = false;
     bool transposes_b = false;
-    // Of a Gemm: what its product and its bias are multiplied by.
+    // For a Gemm: factors of its product and of its bias.
     float alpha = 1;
     float beta = 1;
-    // Of a Transpose: the dimension of its input that each of its output is;
+    // For a Transpose: the dimension of its input that each of its output is;
     // empty for the reverse order.
     std::vector<int64_t> permutation = {};
   };
 
   // Parameters of QuantizeLinear and DequantizeLinear.
   struct Quantizer {
-    // Of the codes, as quantd calls it: "int8", "uint4", "float8_e4m3fn".
+    // Type of the codes, as quantd calls it: "int8", "uint4", "float8_e4m3fn".
     std::string type;
     std::vector<float> scale;
-    // As many as scales; none for floats.
+    // One for each scale; none for floats.
     std::vector<int32_t> zero_point;
-    // Of the scales: empty per tensor, [n] per axis, otherwise in blocks.
+    // Shape of the scales: empty per tensor, [n] per axis, otherwise in blocks.
     std::vector<int64_t> scale_shape;
     int64_t axis = 0;
     // 0 without blocks.
     int64_t block_size = 0;
-    // Where the scales are codes themselves: these, packed as ONNX has them,
-    // and what they stand for, one Quantizer. `scale` and `zero_point` are
-    // empty then.
+    // Scales that are codes themselves: the codes, packed as ONNX has them, and
+    // what they stand for, one Quantizer. `scale` and `zero_point` are empty
+    // then.
     std::vector<uint8_t> scale_code;
     std::vector<Quantizer> of_scales;
-    // Of float8: whether what is out of range becomes the largest code.
+    // For float8: true if what is out of range becomes the largest code.
     bool saturates = true;
   };
 
@@ -96,7 +97,7 @@ class OnnxModel {
   // is of another type of floats.
   std::optional<Activation> FindActivation(absl::string_view name) const;
 
-  // Whether ONNX has that type of codes.
+  // True if ONNX has that type of codes.
   static bool HasType(absl::string_view type);
 
   // Replaces a weight by its codes, packed as ONNX has them, and a

@@ -36,7 +36,7 @@ bool ChangesForm(const OnnxModel::Node& node) {
          kWeightForms.end();
 }
 
-// Whether a node gives a matrix with its rows as columns.
+// True if a node gives a matrix with its rows as columns.
 bool Transposes(const OnnxModel::Node& node) {
   // In order the dimensions stay where they are.
   return node.op_type == "Transpose" &&
@@ -246,7 +246,7 @@ std::vector<std::string> OnnxModules::Edges(const std::string& module,
     }
     for (const std::string& output : nodes_[i].outputs) {
       const auto takers = takers_.find(output);
-      // What nobody takes leaves the graph.
+      // An output that nobody takes leaves the graph.
       if (takers == takers_.end() ||
           !std::all_of(takers->second.begin(), takers->second.end(),
                        is_inside)) {
@@ -304,7 +304,7 @@ std::vector<std::string> OnnxModules::FactorsOf(const std::string& module,
 
 absl::StatusOr<std::vector<OnnxModules::Place>> OnnxModules::Find(
     absl::string_view tensor) const {
-  // As the hook for torch calls the second input of a module.
+  // The hook for torch gives this name to the second input of a module.
   const bool is_second = absl::EndsWith(tensor, ".input.1");
   if (is_second) tensor.remove_suffix(2);
   const size_t dot = tensor.rfind('.');
@@ -403,7 +403,7 @@ std::vector<OnnxModules::Bias> OnnxModules::Biases() const {
     // A matrix of a Gemm or a MatMul, and none that is turned on the way.
     if (is_conv ? weight.is_transposed : shape.size() != 2) continue;
     if (node.beta != 1 || !(node.alpha > 0)) continue;
-    // Where the bias may be.
+    // Nodes and their inputs where the bias may be.
     std::vector<std::pair<size_t, size_t>> inputs;
     if (const std::optional<size_t> sum = SumBehind(i); sum.has_value()) {
       for (size_t input = 0; input < nodes_[*sum].inputs.size(); ++input) {

@@ -20,7 +20,7 @@ namespace quantd::files {
 // Immutable, thread-safe. Knows the graph as it was when it was made.
 class OnnxModules {
  public:
-  // Where a tensor is.
+  // The place of a tensor in the model.
   struct Place {
     // The initializer or activation.
     std::string name;
@@ -38,8 +38,8 @@ class OnnxModules {
     std::vector<std::string> values;
   };
 
-  // What a Conv or a Gemm, or the Add behind a MatMul, adds to the products of
-  // a weight and an activation.
+  // A bias that a Conv or a Gemm, or the Add behind a MatMul, adds to the
+  // products of a weight and an activation.
   struct Bias {
     std::string layer;
     // The initializer, and where it is taken: indices into the model's nodes
@@ -52,7 +52,7 @@ class OnnxModules {
     int64_t axis;
     // The activation, and what it is the same in another form of.
     std::vector<std::string> activations;
-    // What the products are multiplied by.
+    // The number that the products are multiplied by.
     float factor;
   };
 
@@ -70,9 +70,9 @@ class OnnxModules {
   // An initializer that somebody says is the weight of a module.
   Place PlaceOfWeight(const std::string& initializer) const;
 
-  // Of all Conv, ConvTranspose, Gemm and MatMul of the main graph.
+  // The inputs of all Conv, ConvTranspose, Gemm and MatMul of the main graph.
   std::vector<LayerInput> LayerInputs() const;
-  // Of the main graph: those of one dimension, of float32.
+  // The biases in the main graph that have one dimension and are float32.
   std::vector<Bias> Biases() const;
 
  private:
@@ -83,7 +83,7 @@ class OnnxModules {
     std::string how;
   };
 
-  // Whether the node multiplies.
+  // True if the node multiplies.
   static bool IsLayer(const OnnxModel::Node& node);
   // The initializer behind a value, through nodes that only change its form;
   // empty where there is none. It is transposed where an odd number of these
@@ -100,18 +100,20 @@ class OnnxModules {
   // two modules are equal.
   std::vector<size_t> TakersOf(const std::string& value,
                                bool through_identity) const;
-  // What is added to the product of a MatMul, or the product itself.
+  // The output of the Add of a constant behind a MatMul, if that is of the
+  // layer's module, or of the layer's own node.
   std::string OutputOf(const Layer& layer) const;
   // The Add that alone takes the product of a MatMul; nothing for others.
   std::optional<size_t> SumBehind(size_t node) const;
   std::vector<Layer> LayersOf(const std::string& module) const;
-  // Where modules share a bias: of layers with several weights those whose
-  // names tell the module, and none where these have several too.
+  // Keeps the module's own layers where modules share a bias: of layers with
+  // several weights those whose names tell the module, and none where these
+  // have several too.
   void KeepOwn(const std::string& module, std::vector<Layer>* layers) const;
   // The value, and those before it that it is another form of.
   std::vector<std::string> FormsOf(std::string value) const;
-  // What a module multiplies as its first or second factor, where it does
-  // nothing else.
+  // The values that a module multiplies as its first or second factor, where it
+  // does nothing else.
   std::vector<std::string> FactorsOf(const std::string& module,
                                      size_t place) const;
   // The inputs or outputs of all nodes of a module.
@@ -120,7 +122,7 @@ class OnnxModules {
 
   const OnnxModel& model_;
   std::vector<OnnxModel::Node> nodes_;
-  // Of each node the module that its name tells.
+  // The module that the name of each node tells.
   std::vector<std::string> modules_;
   absl::flat_hash_map<std::string, size_t> producers_;
   absl::flat_hash_map<std::string, std::vector<size_t>> takers_;

@@ -161,9 +161,9 @@ std::optional<uint64_t> TakeVarint(Bytes* bytes) {
 struct Field {
   uint32_t number = 0;
   uint32_t type = 0;
-  // Of a kVarint.
+  // Value of a kVarint.
   uint64_t value = 0;
-  // What stands behind the tag, and behind the size of a kDelimited.
+  // Bytes behind the tag, and behind the size of a kDelimited.
   Bytes bytes;
 };
 
@@ -173,7 +173,7 @@ absl::string_view Text(Bytes bytes) {
 
 bool IsUtf8(absl::string_view text) {
   using Json = nlohmann::json;
-  // What is not UTF-8 does not come back.
+  // Text that is not UTF-8 does not come back.
   const std::string written = Json(text).dump(
       /*indent=*/-1, ' ', /*ensure_ascii=*/false,
       Json::error_handler_t::ignore);
@@ -249,7 +249,7 @@ constexpr std::array<CodeInput, 15> kCodeInputs = {{
     {"ConvInteger", 1},
     {"MatMulInteger", 0},
     {"MatMulInteger", 1},
-    // Of ONNX Runtime.
+    // Operators of ONNX Runtime.
     {"QGemm", 3},
     {"DynamicQuantizeMatMul", 1},
     {"MatMulIntegerToFloat", 1},
@@ -334,7 +334,7 @@ class OnnxTensors::Parser {
     }
   }
 
-  // Of an initializer.
+  // Fields of an initializer.
   struct Info {
     absl::string_view name;
     std::vector<int64_t> shape;
@@ -421,7 +421,7 @@ class OnnxTensors::Parser {
         path_, absl::StrCat("initializer ", QuotedName(info.name), ": ", what));
   }
 
-  // Where a graph is.
+  // Place of a graph in the model.
   struct Where {
     // Graphs around it.
     int depth = 0;
@@ -476,7 +476,7 @@ class OnnxTensors::Parser {
     return absl::OkStatus();
   }
 
-  // What is read of a node.
+  // Fields that are read of a node.
   struct Node {
     absl::string_view name;
     absl::string_view op_type;
@@ -527,7 +527,7 @@ class OnnxTensors::Parser {
   absl::Status ReadAttribute(Bytes bytes, const Node& node,
                              const Where& where) {
     const bool is_constant = node.op_type == "Constant";
-    // Of what is in it.
+    // Tells, for people, the place of what is in the attribute.
     const auto what = [&node](absl::string_view prefix) {
       return absl::StrCat(
           prefix, node.op_type, " node ",
@@ -542,7 +542,7 @@ class OnnxTensors::Parser {
         case kAttributeTensor:
         case kAttributeTensors:
           if (is_constant) {
-            // What nothing can take is no weight.
+            // A tensor that nothing can take is no weight.
             if (node.output.empty()) break;
             status = where.what.empty()
                          ? ReadTensor(field.bytes, node.output)
@@ -630,7 +630,7 @@ class OnnxTensors::Parser {
 
   // All but the data of typed fields.
   absl::Status ReadInfo(Bytes bytes, Info* info) {
-    // Of dimensions, keeps one more than there may be.
+    // Keeps one dimension more than there may be.
     const auto add = [info](uint64_t size) {
       if (info->shape.size() > kMostOnnxDimensions) return;
       info->shape.push_back(static_cast<int64_t>(size));
@@ -761,7 +761,7 @@ class OnnxTensors::Parser {
         continue;
       }
       if (element != kVarint) {
-        // As they lie in memory.
+        // Elements as they lie in memory.
         if (!whole.has_value() && field.bytes.size() == size) {
           whole = field.bytes;
           continue;
@@ -855,15 +855,15 @@ class OnnxTensors::Parser {
   const OtherFiles other_files_;
   OnnxTensors& tensors_;
   absl::flat_hash_set<absl::string_view> names_;
-  // Of tensors that are not in the main graph.
+  // Names of tensors that are not in the main graph.
   absl::flat_hash_set<absl::string_view> names_elsewhere_;
   // Inputs of nodes.
   std::vector<absl::string_view> taken_as_codes_;
   // By what it gives: the first input of a node that changes its form.
   absl::flat_hash_map<absl::string_view, absl::string_view> forms_;
-  // What of these a Cast gives.
+  // Outputs of these nodes that a Cast gives.
   absl::flat_hash_set<absl::string_view> casts_;
-  // Likewise of a Sub.
+  // By what it gives: the first input of a Sub.
   absl::flat_hash_map<absl::string_view, absl::string_view> differences_;
   // The inputs of each Mul.
   std::vector<std::pair<absl::string_view, absl::string_view>> products_;

@@ -17,7 +17,7 @@ namespace quantd::files {
 // Immutable, thread-safe.
 class OnnxTensors {
  public:
-  // What becomes of data that are in other files.
+  // The choice for data that are in other files.
   enum class OtherFiles {
     kOpen,
     // Such tensors have their shapes and no data.
@@ -34,7 +34,7 @@ class OnnxTensors {
   // into the files. Data of fewer than 32 bits that the model keeps as integers
   // of 32 bits are copied.
   const std::vector<FileTensor>& tensors() const { return tensors_; }
-  // Those whose type is not known.
+  // Tensors that are not read: their type is not known, or they are sparse.
   const std::vector<UnreadTensor>& unread() const { return unread_; }
   // Floats, more than one, that are elsewhere: in graphs within nodes, in
   // functions, in attributes of other nodes.

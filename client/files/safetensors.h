@@ -36,7 +36,7 @@ struct FileTensor {
   Dtype dtype = Dtype::kF32;
   std::vector<int64_t> shape;
   absl::Span<const uint8_t> data;
-  // Where `data` are made on use; null for those of a mapping.
+  // Makes `data` on use; null for those of a mapping.
   std::shared_ptr<LazyBytes> lazy = nullptr;
 
   // Keep what this returns for as long as `data` are read.
@@ -100,7 +100,8 @@ class SafetensorsWriter {
   absl::Status Add(const std::string& name, Dtype dtype,
                    const std::vector<int64_t>& shape,
                    absl::Span<const uint8_t> data);
-  // The same, but the data are read at Finish and must stay until then.
+  // Adds a tensor like Add, but the data are read at Finish and must stay until
+  // then.
   absl::Status AddView(const std::string& name, Dtype dtype,
                        const std::vector<int64_t>& shape,
                        absl::Span<const uint8_t> data);
@@ -117,7 +118,7 @@ class SafetensorsWriter {
     Dtype dtype;
     std::vector<int64_t> shape;
     uint64_t size_bytes;
-    // Where the data are: in memory, or in the spool from offset_bytes.
+    // Place of the data: in memory, or in the spool from offset_bytes.
     const uint8_t* data;
     uint64_t offset_bytes;
   };

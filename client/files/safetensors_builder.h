@@ -114,20 +114,20 @@ class SafetensorsBuilder {
 
   const std::string path_;
   const IfExists if_exists_;
-  // Of a file that can be written at any place; otherwise the data wait in
+  // Set for a file that can be written at any place; otherwise the data wait in
   // fd_, a file without a name.
   std::optional<AtomicFile> file_;
   int fd_ = -1;
   uint64_t header_bytes_ = 0;
 
   mutable absl::Mutex mutex_;
-  // Those that PlaceAll saw keep their place.
+  // The tensors; those that PlaceAll saw keep their place.
   std::vector<Entry> entries_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_set<std::string> names_ ABSL_GUARDED_BY(mutex_);
   std::map<std::string, std::string> metadata_ ABSL_GUARDED_BY(mutex_);
-  // Of fd_.
+  // End of the data in fd_, where the next tensor that is added goes.
   uint64_t end_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
-  // Of the reserved tensors, in fd_; they need no lock.
+  // Places of the reserved tensors, in fd_; they need no lock.
   struct Place {
     uint64_t begin_bytes;
     uint64_t size_bytes;

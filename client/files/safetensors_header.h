@@ -1,4 +1,4 @@
-// What a safetensors file begins with.
+// The beginning of a safetensors file.
 
 #ifndef QUANTD_CLIENT_FILES_SAFETENSORS_HEADER_H_
 #define QUANTD_CLIENT_FILES_SAFETENSORS_HEADER_H_

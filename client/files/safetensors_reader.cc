@@ -39,7 +39,7 @@ struct HeaderTensor {
 class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
  public:
   const std::string& error() const { return error_; }
-  // Whether the error is of what a newer format may have.
+  // True if the error is of what a newer format may have.
   bool is_unsupported() const { return is_unsupported_; }
   std::vector<HeaderTensor>& tensors() { return tensors_; }
   std::map<std::string, std::string>& metadata() { return metadata_; }

@@ -25,7 +25,7 @@
 namespace quantd::files {
 namespace {
 
-// Of files that are read.
+// Extensions of files that are read.
 constexpr absl::string_view kTensorExtensions[] = {".safetensors", ".npy",
                                                    ".gguf", ".onnx"};
 
@@ -59,7 +59,7 @@ std::set<std::string> TensorFilesIn(const std::string& folder) {
   return files;
 }
 
-// Of a folder without an index.
+// The index of a folder without an index file.
 absl::StatusOr<ShardIndex> SingleShard(const std::string& folder) {
   ShardIndex index;
   index.shards.push_back(kSingleShardName);

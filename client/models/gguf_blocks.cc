@@ -32,7 +32,8 @@ namespace {
 
 // Blocks that a thread takes at a time.
 constexpr size_t kPieceBlocks = 64;
-// What counts nothing is not to become anything.
+// Least weight, beside a largest one of 1. An element that counts nothing is
+// not to become anything.
 constexpr double kLeastWeight = 1e-6;
 // Blocks whose largest element is below `most_coarse` in magnitude have a d
 // that float16 has few numbers for: below 2^-20, or 2^-24 where integers make
@@ -53,11 +54,12 @@ struct PieceErrors {
   double absolute = 0;
   double largest = 0;
   uint64_t coarse_scale_count = 0;
-  // Of an element that has no place, or the count of elements.
+  // Index of an element that has no place, or the count of elements.
   size_t refused = 0;
 };
 
-// What llama.cpp takes in its place where rows have no whole blocks.
+// Type that llama.cpp takes in the place of another where rows have no whole
+// blocks.
 struct Fallback {
   absl::string_view type;
   absl::string_view other;
@@ -83,7 +85,7 @@ std::vector<float> FloatElements(const files::FileTensor& tensor, size_t begin,
     for (size_t i = 0; i < elements.size(); ++i) {
       double element = 0;
       std::memcpy(&element, &data[i * size], sizeof(element));
-      // What does not fit is refused as infinity.
+      // A number that does not fit is refused as infinity.
       elements[i] = std::fabs(element) > std::numeric_limits<float>::max()
                         ? std::numeric_limits<float>::infinity()
                         : static_cast<float>(element);
@@ -205,7 +207,7 @@ class BlockMaker {
     return largest > 0 && largest < most_coarse_;
   }
 
-  // Those of a block, of which the largest is 1.
+  // Sets the weights of a block, of which the largest is 1.
   void SetWeights(size_t block, float* weights) const {
     const double* const own =
         &importance_[block * block_elements_ % importance_.size()];
@@ -235,7 +237,7 @@ class BlockMaker {
   const size_t block_bytes_;
   const size_t element_count_;
   const size_t block_count_;
-  // Of each piece apart: threads have none in common.
+  // Results of each piece lie apart: threads have none in common.
   std::vector<uint8_t> blocks_;
   std::vector<PieceErrors> errors_;
   std::atomic<size_t> next_{0};

@@ -25,7 +25,7 @@ namespace quantd {
 const files::GgufType* BlockTypeFor(const SpecTemplate& spec,
                                     absl::Span<const int64_t> shape);
 
-// What is to be said of a tensor whose rows have no whole blocks of
+// Text for people about a tensor whose rows have no whole blocks of
 // SpecTemplate::gguf_type: the type in its place, or `otherwise`. Empty for
 // other tensors and specs. `type` is what BlockTypeFor says of it.
 std::string NoWholeBlocksText(const SpecTemplate& spec,

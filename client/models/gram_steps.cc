@@ -17,7 +17,7 @@
 namespace quantd {
 namespace {
 
-// Of each feature of [rows, features], the largest magnitude as the integer
+// The largest magnitude of each feature of [rows, features], as the integer
 // that its bits are; those from `infinity` on do not count.
 template <typename Int>
 std::vector<Int> LargestBitsOfFeatures(absl::Span<const uint8_t> data,

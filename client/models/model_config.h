@@ -1,5 +1,5 @@
-// What config.json and its like, as Hugging Face has them beside a model, say
-// of how the model is quantized, of its kind and of its attention.
+// Reads config.json and its like, as Hugging Face has them beside a model: how
+// the model is quantized, its kind and its attention.
 
 #ifndef QUANTD_CLIENT_MODELS_MODEL_CONFIG_H_
 #define QUANTD_CLIENT_MODELS_MODEL_CONFIG_H_
@@ -15,8 +15,8 @@
 
 namespace quantd {
 
-// Where the file of that name is of what `path` was opened as: in a model's
-// folder, or beside a file.
+// The path of the file of that name, for what `path` was opened as: in a
+// model's folder, or beside a file.
 std::string ConfigPath(const std::string& path, absl::string_view name);
 
 // The object in that file, of files::ParsePythonJson; an empty one where there
@@ -47,7 +47,7 @@ std::string ModelTypeOf(const nlohmann::ordered_json& document);
 // Rows of the matrices that make queries, keys and values. Plain value.
 struct AttentionRows {
   int64_t queries = 0;
-  // As many for values.
+  // Rows of keys, and as many of values.
   int64_t keys = 0;
 };
 

@@ -14,7 +14,7 @@
 
 namespace quantd {
 
-// Whether a spec compares errors, which importance weighs.
+// True if a spec compares errors, which importance weighs.
 bool SearchesErrors(const EncodingSpec& spec);
 
 // Weights of columns by tensor, or the stored inputs that they follow from.
@@ -27,7 +27,7 @@ class ModelImportance {
   }
   // The revision whose statistics specs with importance take.
   void SetSource(const std::string& model, const std::string& revision);
-  // Those of the inputs of a tensor, where its spec does not name them.
+  // Names the inputs of a tensor, where its spec does not name them.
   void SetInputs(const std::string& tensor, const std::string& inputs) {
     inputs_[tensor] = inputs;
   }
@@ -36,7 +36,7 @@ class ModelImportance {
   // it searches; with the full name of the inputs; or without importance, where
   // there is nothing.
   void Apply(const std::string& tensor, EncodingSpec* spec) const;
-  // Of a tensor; empty where all columns count the same.
+  // Weights of a tensor's columns; empty where all columns count the same.
   absl::Span<const double> WeightsOf(const std::string& tensor) const;
 
  private:

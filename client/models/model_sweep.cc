@@ -53,7 +53,7 @@ double NoiseToSignal(const v1::ErrorMetrics& metrics,
                                        : std::pow(10, -metrics.sqnr_db() / 10);
 }
 
-// Whether an error is not that of a tensor but of all.
+// True if an error is not that of a tensor but of all.
 bool EndsTheRun(const absl::Status& status) {
   return IsServerUnreachable(status) || ErrorReason(status) == "TIMEOUT";
 }
@@ -98,7 +98,7 @@ class Measurer {
   }
 
   absl::StatusOr<std::vector<MeasuredTensor>> Run(Client* client) {
-    // Those of which the server can measure something.
+    // Tensors of which the server can measure something.
     std::vector<MeasuredTensor*> tasks;
     for (MeasuredTensor& measured : measured_) {
       if (!Candidates(measured).empty()) {
@@ -198,7 +198,7 @@ class Measurer {
     return absl::OkStatus();
   }
 
-  // Those of the server that have not failed.
+  // Indices of the candidates of the server that have not failed.
   std::vector<size_t> Candidates(const MeasuredTensor& measured) const {
     std::vector<size_t> candidates;
     for (size_t i = 0; i < measured.candidates.size(); ++i) {
@@ -317,7 +317,8 @@ std::vector<Unit> UnitsOf(const std::vector<MeasuredTensor>& tensors,
   return units;
 }
 
-// Of a spec on all tensors of a unit. Nothing where it failed on one.
+// The option of a spec for all tensors of a unit. Nothing where it failed on
+// one.
 std::optional<v1::MixtureOption> OptionOf(const Unit& unit, size_t spec_index,
                                           bool worst_counts) {
   v1::MixtureOption option;
@@ -360,8 +361,8 @@ v1::SweepMixture Spread(const v1::SweepMixture& mixture,
   return spread;
 }
 
-// Those of one kind: where the worst tensor of a unit counts, its noise is
-// another than where all are added up.
+// Mixtures for budgets of one kind: where the worst tensor of a unit counts,
+// its noise is another than where all are added up.
 // Errors: of ChooseMixture.
 absl::StatusOr<std::vector<v1::SweepMixture>> ChooseAlike(
     const std::vector<Unit>& units, const std::vector<Budget>& budgets,

@@ -27,7 +27,7 @@ struct MeasuredCandidate {
   absl::Status status;
   // The counts and SweepMetrics(); the rest is not measured.
   v1::ErrorMetrics metrics;
-  // Of codes and scales.
+  // Size of codes and scales.
   uint64_t size_bytes = 0;
   // sum e^2 / sum x^2; infinity where finite elements came back as others, 0
   // where none are finite.
@@ -36,9 +36,9 @@ struct MeasuredCandidate {
 
 // One tensor. Plain value.
 struct MeasuredTensor {
-  // Of the input, which outlives it.
+  // A tensor of the input, which outlives it.
   const files::FileTensor* tensor = nullptr;
-  // Of the elements, unless every candidate of the server failed.
+  // Statistics of the elements, unless every candidate of the server failed.
   v1::TensorStatistics statistics;
   // In the order of the specs.
   std::vector<MeasuredCandidate> candidates;
@@ -49,7 +49,7 @@ struct MeasuredTensor {
 // NaN and infinities, which are not measured.
 uint64_t NonFiniteCount(const v1::TensorStatistics& statistics);
 
-// What a mixture has to reach. Plain value.
+// A goal that a mixture has to reach. Plain value.
 struct Budget {
   enum class Kind { kMinSqnr, kMaxBytes, kMaxBitsPerElement };
   Kind kind;
@@ -58,7 +58,7 @@ struct Budget {
   v1::MixtureTarget TargetFor(uint64_t element_count) const;
 };
 
-// What SweepTensors finds. Plain value.
+// The result of SweepTensors. Plain value.
 struct ModelSweep {
   // In the order of the tensors.
   std::vector<MeasuredTensor> tensors;
@@ -73,7 +73,7 @@ using OnTensor = std::function<void(const files::FileTensor&)>;
 // The tensors of reals that have at least two dimensions.
 std::vector<const files::FileTensor*> WeightsOf(const TensorInput& input);
 
-// What SweepTensors measures besides the counts.
+// The metrics that SweepTensors measures besides the counts.
 std::vector<v1::ErrorMetric> SweepMetrics();
 
 // A mixture for each budget, over the tensors on which a spec succeeded, with

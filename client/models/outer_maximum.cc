@@ -20,7 +20,7 @@ namespace {
 // they are not finite. Signed, because vectors compare those.
 template <typename Int>
 Int LargestBits(const uint8_t* data, int64_t count, Int mask, Int infinity) {
-  // As much as stays in cache while it is brought into place.
+  // Elements that stay in cache while they are brought into place.
   constexpr int64_t kPiece = 4096;
   Int piece[kPiece];
   Int largest = 0;

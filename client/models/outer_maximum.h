@@ -22,10 +22,10 @@ std::vector<float> OuterMaximum(ElementType type,
                                 absl::Span<const int64_t> block_size,
                                 absl::Span<const uint8_t> data);
 
-// What to send with a tensor and a spec, so that the server need not hold the
-// tensor: that, where the outer scales follow from the extremes alone. Methods
-// that search find their ranges first, and float64 is not read: empty for those
-// and where there are no outer scales.
+// The outer maximum to send with a tensor and a spec, so that the server need
+// not hold the tensor: where the outer scales follow from the extremes alone.
+// Methods that search find their ranges first, and float64 is not read: empty
+// for those and where there are no outer scales.
 std::vector<float> OuterMaximumFor(const EncodingSpec& spec,
                                    const files::FileTensor& tensor);
 

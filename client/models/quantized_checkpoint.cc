@@ -38,7 +38,7 @@ using files::Dtype;
 using files::FileTensor;
 
 constexpr int64_t kMxGroup = 32;
-// Of AWQ, where in a word each of its values lies.
+// Places of AWQ's values in a word.
 constexpr uint8_t kAwqPlaces4[] = {0, 4, 1, 5, 2, 6, 3, 7};
 constexpr uint8_t kAwqPlaces8[] = {0, 2, 1, 3};
 
@@ -52,7 +52,7 @@ bool IsFloatScale(Dtype dtype) {
   return dtype == Dtype::kF32 || dtype == Dtype::kF16 || dtype == Dtype::kBF16;
 }
 
-// Whether a tensor that nobody decoded has the type of codes, or the name of
+// True if a tensor that nobody decoded has the type of codes, or the name of
 // their scales.
 bool MayBeCodes(const FileTensor& tensor) {
   switch (tensor.dtype) {
@@ -103,7 +103,8 @@ std::optional<int64_t> FindWrongScale(Dtype dtype,
   }
 }
 
-// What the files beside the tensors say; 0 and empty where they do not.
+// Settings in the files beside the tensors; 0 and empty where these do not say
+// them.
 struct Config {
   int64_t bits = 0;
   // -1: all inputs.
@@ -114,11 +115,11 @@ struct Config {
   // In lower case.
   std::string version;
   std::string checkpoint_format;
-  // Of AutoRound.
+  // For AutoRound.
   std::string packing_format;
   // Some modules have other bits and groups than these.
   bool is_mixed = false;
-  // Of AWQ: without zero points.
+  // For AWQ: true without zero points.
   bool is_symmetric = false;
 };
 
@@ -137,7 +138,7 @@ void TakeString(const Json& object, const char* key, std::string* value) {
 }
 
 void TakeConfig(const Json& object, Config* config) {
-  // As old files of AutoAWQ call them.
+  // Names in old files of AutoAWQ.
   TakeInteger(object, "w_bit", &config->bits);
   TakeInteger(object, "q_group_size", &config->group_size);
   TakeInteger(object, "bits", &config->bits);
@@ -146,7 +147,8 @@ void TakeConfig(const Json& object, Config* config) {
   TakeString(object, "version", &config->version);
   TakeString(object, "checkpoint_format", &config->checkpoint_format);
   TakeString(object, "packing_format", &config->packing_format);
-  // Of GPTQModel, by regular expressions, and of AutoRound, by names.
+  // Settings of single modules: of GPTQModel, by regular expressions, and of
+  // AutoRound, by names.
   for (const char* key : {"dynamic", "extra_config"}) {
     const auto found = object.find(key);
     config->is_mixed =
@@ -184,8 +186,8 @@ absl::StatusOr<Config> ReadConfigs(const std::string& path) {
   return config;
 }
 
-// Whether floats of eight bits have scales: then one without them is not what
-// it stands for.
+// True if floats of eight bits have scales: then a tensor of them without
+// scales does not hold the numbers that it stands for.
 bool HasScaledFloats(const TensorInput& input) {
   return std::any_of(
       input.tensors().begin(), input.tensors().end(),
@@ -197,8 +199,8 @@ bool HasScaledFloats(const TensorInput& input) {
       });
 }
 
-// Whether the last part of a name is one of scales, whoever wrote it. That of
-// logits is a parameter.
+// True if the last part of a name is one of scales, whoever wrote it. The scale
+// of logits is a parameter.
 bool IsOfScales(absl::string_view part) {
   if (part == "logit_scale") return false;
   const std::string lower = absl::AsciiStrToLower(part);
@@ -237,7 +239,7 @@ class ScaleFinder {
     const absl::string_view name = codes.name;
     const absl::string_view module = name.substr(0, ModuleBytes(name));
     const auto found = of_scales_.find(module);
-    // What norms call their scale is not that of their bias.
+    // A tensor that norms call their scale is not that of their bias.
     if (found != of_scales_.end() && !absl::EndsWith(name, "bias")) {
       for (const FileTensor* const other : found->second) {
         if (other != &codes) return other;
@@ -338,7 +340,7 @@ class CheckpointReader {
         absl::StrCat("quantized tensor ", files::QuotedName(name), ": ", what));
   }
 
-  // Whether a module has nothing that changes what its codes stand for.
+  // Checks that a module has nothing that changes what its codes stand for.
   absl::Status CheckModule(const std::string& name) const {
     absl::string_view module = name;
     if (!absl::ConsumeSuffix(&module, ".weight")) return absl::OkStatus();
@@ -366,8 +368,8 @@ class CheckpointReader {
                                   kind, " ", *wrong));
   }
 
-  // Whether all else is plain where something is not. What would stay codes
-  // under a name of their own is not to pass for numbers.
+  // Checks that all other tensors are plain where something is not. Codes that
+  // would stay under a name of their own are not to pass for numbers.
   absl::Status CheckOthers(
       const absl::flat_hash_set<std::string>& parts) const {
     if (parts.empty() && config_.method.empty()) return absl::OkStatus();
@@ -382,7 +384,7 @@ class CheckpointReader {
     return absl::OkStatus();
   }
 
-  // What it is, if it has codes.
+  // The coded tensor, if the tensor has codes.
   absl::StatusOr<std::optional<CodedTensor>> Read(const FileTensor& tensor) {
     absl::string_view stem = tensor.name;
     if (absl::ConsumeSuffix(&stem, ".qweight")) {
@@ -427,7 +429,8 @@ class CheckpointReader {
     return input_.Find(absl::StrCat(name, suffix));
   }
 
-  // Of the last dimensions; what comes before are matrices.
+  // Sets rows and columns from the last dimensions; those before them count
+  // matrices.
   static void SetShape(const std::vector<int64_t>& shape, CodedTensor* tensor) {
     tensor->shape = shape;
     const size_t rank = shape.size();
@@ -510,8 +513,9 @@ class CheckpointReader {
     return std::optional<CodedTensor>(std::move(tensor));
   }
 
-  // Of a convolution, whose first dimension is that of its outputs. Those of
-  // fewer dimensions are read as stacks of matrices, which comes to the same.
+  // True for a convolution, whose first dimension is that of its outputs, with
+  // a scale for each. Tensors of fewer dimensions are read as stacks of
+  // matrices, which comes to the same.
   static bool HasScaleForEachOutput(const std::vector<int64_t>& shape,
                                     const FileTensor& scale) {
     const int64_t size = DtypeSizeBytes(scale.dtype);
@@ -579,7 +583,7 @@ class CheckpointReader {
     return absl::OkStatus();
   }
 
-  // What blocks the scales are of, by their shape.
+  // Sets the scales, and the size of their blocks by their shape.
   absl::Status SetScales(const FileTensor& scale, CodedTensor* tensor) const {
     files::CodeScales& scales = tensor->scales;
     scales.dtype = files::IsPowerScale(scale.dtype) ? Dtype::kU8 : scale.dtype;
@@ -606,7 +610,7 @@ class CheckpointReader {
       return absl::OkStatus();
     }
     if (count % tensor->matrices != 0) return wrong();
-    // Of one matrix.
+    // Rows and columns of the scales of one matrix.
     int64_t scale_rows = count / tensor->matrices;
     int64_t scale_columns = 1;
     if (scale.shape.size() == tensor->shape.size() && scale.shape.size() >= 2) {
@@ -983,13 +987,14 @@ class CheckpointReader {
   std::optional<ScaleFinder> scale_finder_;
 };
 
-// Whether scales are those of the OCP's MX formats.
+// True if scales are those of the OCP's MX formats.
 bool IsMx(const files::CodeScales& scales) {
   return scales.dtype == Dtype::kU8 && scales.rows == 1 &&
          scales.columns == kMxGroup;
 }
 
-// Whether they are with rows and columns the other way round, too.
+// True if scales are those of the MX formats, also with rows and columns the
+// other way round.
 bool IsMxOf(const CodedTensor& tensor) {
   return IsMx(tensor.scales) ||
          (tensor.scales.dtype == Dtype::kU8 && tensor.lines_are_columns);
@@ -1081,7 +1086,7 @@ absl::StatusOr<CodedTensor> CodedTensorOf(const QuantizedTensor& tensor,
   coded.shape = tensor.shape;
   coded.layout = FormatName(encoding.format());
   coded.parts = tensor.parts;
-  // As a matrix: blocks that are not of a matrix have whole rows.
+  // The shape as a matrix: blocks that are not of a matrix have whole rows.
   const size_t rank = coded.shape.size();
   std::vector<int64_t> block(encoding.block_size().begin(),
                              encoding.block_size().end());

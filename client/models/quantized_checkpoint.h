@@ -51,7 +51,7 @@ namespace quantd {
 absl::StatusOr<std::vector<files::CodedTensor>> ReadCheckpoint(
     const TensorInput& input, const std::string& path);
 
-// The same for a tensor of a compressed-tensors model.
+// The coded form of a tensor of a compressed-tensors model.
 // Errors: FILE_UNSUPPORTED.
 absl::StatusOr<files::CodedTensor> CodedTensorOf(const QuantizedTensor& tensor,
                                                  const std::string& path);

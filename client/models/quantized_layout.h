@@ -47,7 +47,7 @@ constexpr absl::string_view kScaleSuffix = ".scale";
 constexpr absl::string_view kZeroPointSuffix = ".zero_point";
 constexpr absl::string_view kOuterScaleSuffix = ".outer_scale";
 constexpr absl::string_view kCodebookSuffix = ".codebook";
-// Of all tensors that may lie beside the codes.
+// Suffixes of all tensors that may lie beside the codes.
 constexpr absl::string_view kSuffixes[] = {kScaleSuffix, kZeroPointSuffix,
                                            kOuterScaleSuffix, kCodebookSuffix};
 
@@ -63,7 +63,7 @@ std::string QuantizedMetadata(ElementType element_type,
                               const std::vector<int64_t>& shape,
                               const Encoding& encoding);
 
-// Where one quantized tensor lies in a file that is being built. Thread-safe.
+// The place of one quantized tensor in a file that is being built. Thread-safe.
 class QuantizedPlace {
  public:
   // Reserves the tensors of one whose encoding will be `expected`; `builder`
@@ -120,12 +120,12 @@ struct QuantizedTensor {
   Encoding encoding;
   std::optional<Scales> scales;
   absl::Span<const uint8_t> codes;
-  // Where `codes` are made on use; null for those of the file.
+  // Makes `codes` on use; null for those of the file.
   std::shared_ptr<files::LazyBytes> lazy;
   // The group of each column, I32, where groups are not one after the other. An
   // encoding does not say that.
   absl::Span<const uint8_t> column_groups;
-  // What is not quite as in the file, for people; mostly empty.
+  // Note, for people, of what is not quite as in the file; mostly empty.
   std::string note;
   // The tensors of the file that it is made of.
   std::vector<std::string> parts;

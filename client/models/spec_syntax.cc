@@ -47,7 +47,7 @@ constexpr Method kMethods[] = {
     {"best-of", v1::CALIBRATION_METHOD_BEST_OF},
 };
 
-// Whether `text` is a method, with or without a parameter.
+// True if `text` is a method, with or without a parameter.
 bool IsMethod(absl::string_view text) {
   const absl::string_view name = text.substr(0, text.find('='));
   return std::any_of(std::begin(kMethods), std::end(kMethods),

@@ -22,7 +22,7 @@ struct Granularity {
   // The default leaves it to the format: per tensor, or its blocks.
   enum class Kind { kDefault, kPerTensor, kPerChannel, kGroup, kBlockSize };
   Kind kind = Kind::kDefault;
-  // Of per-channel.
+  // Axis of kPerChannel.
   int64_t axis = 0;
   // Elements of a group along the last axis.
   int64_t group = 0;
@@ -46,11 +46,11 @@ absl::StatusOr<std::vector<int64_t>> BlockSizeOf(
 
 // Names to offer for what the functions take.
 std::vector<std::string> FormatNames();
-// The same in one line, with plain integers put together: "int2 to int16,
+// FormatNames in one line, with plain integers put together: "int2 to int16,
 // int32, ...".
 std::string FormatList();
 std::vector<std::string> GranularityNames();
-// As ParseSpec takes it; empty for one that is not known.
+// The name that ParseSpec takes; empty for a method that is not known.
 std::string MethodName(v1::CalibrationMethod method);
 
 // "default", "float32", "float16", "bfloat16", "e8m0", "e4m3", "integer", and
@@ -98,12 +98,12 @@ struct SpecTemplate {
 // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
 absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text);
 
-// As ParseSpec, or a SpecTemplate::gguf_type in any case.
+// Parses what ParseSpec takes, or a SpecTemplate::gguf_type in any case.
 // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
 absl::StatusOr<SpecTemplate> ParseSpecOrGgufType(absl::string_view text);
 
-// What `--spec` says: the first override whose pattern matches, otherwise the
-// base, if there is one. Plain value.
+// The specs of `--spec`: for a tensor the first override whose pattern matches,
+// otherwise the base, if there is one. Plain value.
 struct SpecSet {
   struct Override {
     std::string pattern;
@@ -128,28 +128,28 @@ struct SpecSet {
 // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
 absl::Status AddSpec(const std::string& text, SpecSet* set, bool* has_base);
 
-// Whether "TENSOR=SPEC" on a line of a file is of this tensor and no other: not
-// with characters of patterns, a "=" or a line break, for instance.
+// Checks that "TENSOR=SPEC" on a line of a file is of this tensor and no other:
+// it is not with characters of patterns, a "=" or a line break, for instance.
 // Errors: ARGUMENT_INVALID.
 absl::Status CheckNameForSpecFile(const std::string& tensor);
 
 // One candidate of `evaluate`. Plain value.
 struct Candidate {
-  // As the user wrote it.
+  // The text that the user wrote.
   std::string label;
   // The encoding that the server has, instead of `spec`.
   bool is_stored = false;
   SpecTemplate spec;
 };
 
-// As ParseSpecOrGgufType, or "stored".
+// Parses what ParseSpecOrGgufType takes, or "stored".
 // Errors: ARGUMENT_INVALID.
 absl::StatusOr<Candidate> ParseCandidate(absl::string_view text);
 
-// Whether `text` matches a pattern in which "*" stands for any characters and
+// True if `text` matches a pattern in which "*" stands for any characters and
 // "?" for one byte.
 bool MatchesGlob(absl::string_view pattern, absl::string_view text);
-// Whether `text` matches one of the patterns.
+// True if `text` matches one of the patterns.
 template <typename Patterns>
 bool MatchesAny(const Patterns& patterns, absl::string_view text) {
   return std::any_of(

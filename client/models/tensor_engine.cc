@@ -18,7 +18,7 @@
 namespace quantd::internal {
 namespace {
 
-// Of one stream: what it sends before it has the first result.
+// Limits of one stream: what it sends before it has the first result.
 constexpr uint64_t kMostBytesAhead = uint64_t{32} << 20;
 constexpr size_t kMostTensorsAhead = 64;
 

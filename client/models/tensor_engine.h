@@ -19,21 +19,23 @@
 
 namespace quantd::internal {
 
-// What to do with tensor number i. All but `size_bytes` are called on the
+// The work on tensor number i. All functions but `size_bytes` are called on the
 // threads of several streams at once, for different tensors.
 template <typename Job, typename Result>
 struct EngineWork {
   size_t count = 0;
-  // Of what goes up.
+  // Size of what goes up.
   std::function<uint64_t(size_t i)> size_bytes;
-  // What the job points to must stay until its result is taken.
+  // Makes the job. The data that it points to must stay until its result is
+  // taken.
   std::function<Job(size_t i)> make_job;
   // Takes the result. An error ends the run. `evaluate` is another stream of
   // the same connection, without tensors under way.
   std::function<absl::Status(size_t i, absl::StatusOr<Result> result,
                              EvaluateStream* evaluate)>
       take;
-  // Of the tensors under way over all streams; one that is larger goes alone.
+  // Most bytes of the tensors under way over all streams; a tensor that is
+  // larger goes alone.
   uint64_t most_bytes = std::numeric_limits<uint64_t>::max();
   // After an error, takes also the results of what is under way instead of
   // cancelling it: what the server is told to undo then, it does not do later.
@@ -71,7 +73,7 @@ class TensorEngine {
   std::vector<Lane> lanes_;
   absl::Mutex mutex_;
   size_t next_ ABSL_GUARDED_BY(mutex_) = 0;
-  // Of all lanes.
+  // Bytes under way in all lanes.
   uint64_t under_way_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
 };

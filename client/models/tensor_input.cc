@@ -131,7 +131,8 @@ absl::Status TensorInput::AddGguf(const std::string& path) {
     }
     tensors_.push_back(std::move(added));
   }
-  // As they lie in the file that `quantctl dequantize` makes of them.
+  // Puts them in the order of the file that `quantctl dequantize` makes of
+  // them.
   Sort();
   files_.emplace_back(*std::move(reader));
   return absl::OkStatus();

@@ -54,15 +54,15 @@ class TensorInput {
   }
   // Null for anything but a GGUF file.
   const files::GgufReader* gguf() const;
-  // Of an ONNX model: an initializer that it takes as codes; empty where there
-  // is none.
+  // Initializer that an ONNX model takes as codes; empty where there is none.
   const std::string& onnx_codes() const { return onnx_codes_; }
-  // Of an ONNX model: what may be codes that it multiplies by their scales.
+  // Tensors of an ONNX model that may be codes and that it multiplies by their
+  // scales.
   const std::vector<files::OnnxTensors::CastCodes>& onnx_cast_codes() const {
     return onnx_cast_codes_;
   }
-  // What tensors() leaves out: types that are not known, and weights of an ONNX
-  // model that are elsewhere than in its main graph.
+  // Tensors that tensors() leaves out: types that are not known, and weights of
+  // an ONNX model that are elsewhere than in its main graph.
   const std::vector<files::UnreadTensor>& unread() const { return unread_; }
   const std::map<std::string, std::string>& metadata() const {
     return metadata_;
@@ -84,10 +84,10 @@ class TensorInput {
   absl::Status Add(const std::string& path);
   absl::Status AddGguf(const std::string& path);
   absl::Status AddOnnx(const std::string& path);
-  // Those of wider elements first; makes the index.
+  // Puts tensors of wider elements first; makes the index.
   void Sort();
 
-  // What tensors_ point into.
+  // The files that tensors_ point into.
   std::vector<std::variant<files::SafetensorsReader, files::NpyReader,
                            files::GgufReader, files::OnnxTensors>>
       files_;

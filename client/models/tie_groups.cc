@@ -56,13 +56,13 @@ std::string NoSharedScale(const std::string& name, const EncodingSpec& spec) {
       FormatName(spec.format()), " for \"", name, "\"");
 }
 
-// Whether tensors of this spec, which has so many scales, can share one.
+// True if tensors of this spec, which has so many scales, can share one.
 bool CanShare(const EncodingSpec& spec, const ScaleCounts& counts) {
   return MayShareScale(spec) &&
          (HasOuterScales(spec) ? counts.outer_scale : counts.scale) == 1;
 }
 
-// What is wrong with a group that cannot share a scale. Empty for one that can.
+// The reason why a group cannot share a scale. Empty for one that can.
 std::string Obstacle(const Found& found,
                      const std::vector<TieCandidate>& candidates) {
   const TieCandidate& first = candidates[found.members[0]];

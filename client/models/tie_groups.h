@@ -42,7 +42,7 @@ class TiePattern {
   enum class Kind { kText, kChoice, kCapture, kAny };
   struct Piece {
     Kind kind;
-    // As in the pattern.
+    // Text as in the pattern.
     std::string text;
     std::vector<std::string> choices = {};
   };
@@ -54,8 +54,8 @@ class TiePattern {
   std::vector<Piece> pieces_;
 };
 
-// What runtimes fuse, by the usual names: q/k/v, gate/up and w1/w3, of experts
-// as well.
+// Patterns of what runtimes fuse, by the usual names: q/k/v, gate/up and w1/w3,
+// of experts as well.
 const std::vector<std::string>& DefaultTies();
 
 struct TieOptions {
@@ -104,8 +104,8 @@ absl::StatusOr<std::vector<TieGroup>> FindTiedTensors(
     const TieOptions& options,
     const std::vector<const files::FileTensor*>& tensors);
 
-// Those of the groups whose tensors can share a scale of a spec: the outer one,
-// or the only one of floats.
+// The groups whose tensors can share a scale of a spec: the outer one, or the
+// only one of floats.
 std::vector<TieGroup> GroupsThatShare(const SpecTemplate& spec,
                                       const std::vector<TieGroup>& groups);
 
@@ -129,9 +129,9 @@ absl::StatusOr<std::vector<NamedTies>> FindNamedTies(
     const TieOptions& options, const std::vector<std::string>& names,
     absl::FunctionRef<const EncodingSpec*(const std::string& name)> spec_of);
 
-// Whether a spec has outer scales.
+// True if a spec has outer scales.
 bool HasOuterScales(const EncodingSpec& spec);
-// Whether tensors can share a scale of a spec: the outer one, or that of floats
+// True if tensors can share a scale of a spec: the outer one, or that of floats
 // from the extremes. Depends on the shape as well.
 bool MayShareScale(const EncodingSpec& spec);
 

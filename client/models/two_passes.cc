@@ -19,7 +19,7 @@ bool CannotHold(const absl::Status& status) {
 }
 
 bool CanFindEncoding(const EncodingSpec& spec, const Tensor& tensor) {
-  // What a server takes in one message by default.
+  // Scales that a server takes in one message by default.
   constexpr int64_t kMostScales = int64_t{1} << 20;
   const absl::StatusOr<ScaleCounts> counts =
       CountScales(tensor.shape, ExpectedEncoding(spec, tensor.shape));

@@ -12,10 +12,10 @@
 
 namespace quantd::internal {
 
-// Whether that is why a tensor failed.
+// True if a tensor failed because the server cannot hold it.
 bool CannotHold(const absl::Status& status);
 
-// Whether FindEncoding may be asked: a spec without importance, and scales that
+// True if FindEncoding may be asked: a spec without importance, and scales that
 // fit a message.
 bool CanFindEncoding(const EncodingSpec& spec, const Tensor& tensor);
 

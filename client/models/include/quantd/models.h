@@ -1,4 +1,4 @@
-// What the client and files do together: #include <quantd/models.h>, link
+// The library over the client and files: #include <quantd/models.h>, link
 // quantd::models.
 
 #ifndef QUANTD_CLIENT_MODELS_INCLUDE_QUANTD_MODELS_H_
