@@ -1,4 +1,4 @@
-// Which tensors of files share a scale.
+// Tensors of files that share a scale.
 
 #ifndef QUANTD_CLIENT_JOBS_FILE_TIES_H_
 #define QUANTD_CLIENT_JOBS_FILE_TIES_H_

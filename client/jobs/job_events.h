@@ -1,4 +1,4 @@
-// What a job tells its caller while it runs.
+// Callbacks of a job while it runs.
 
 #ifndef QUANTD_CLIENT_JOBS_JOB_EVENTS_H_
 #define QUANTD_CLIENT_JOBS_JOB_EVENTS_H_

@@ -37,7 +37,7 @@ absl::StatusOr<std::vector<const files::FileTensor*>> SelectMeasurable(
 std::string OneScaleText(const SpecTemplate& spec,
                          const files::FileTensor& tensor);
 
-// What of an ONNX model may be quantized already; empty where nothing is.
+// Note on integers of an ONNX model that may be codes; empty without any.
 std::string CastCodesText(const TensorInput& input);
 
 enum class Stored { kStatistics, kEncodings };

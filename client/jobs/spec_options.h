@@ -1,4 +1,4 @@
-// What tensors become.
+// Specs of the tensors of a job: --spec.
 
 #ifndef QUANTD_CLIENT_JOBS_SPEC_OPTIONS_H_
 #define QUANTD_CLIENT_JOBS_SPEC_OPTIONS_H_
@@ -15,7 +15,7 @@ namespace quantd::jobs {
 // Errors: ARGUMENT_INVALID for a spec with a gguf_type.
 absl::Status CheckNoGgufType(const SpecTemplate& spec);
 
-// What tensors become without a --spec.
+// Spec of tensors without a --spec.
 inline constexpr char kDefaultSpec[] = "int8";
 
 // --spec.

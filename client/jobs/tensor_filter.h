@@ -1,4 +1,4 @@
-// Which tensors of a file a job takes.
+// Filter of the tensors that a job takes.
 
 #ifndef QUANTD_CLIENT_JOBS_TENSOR_FILTER_H_
 #define QUANTD_CLIENT_JOBS_TENSOR_FILTER_H_
