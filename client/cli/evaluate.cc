@@ -657,7 +657,9 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
     if (result->candidates_size() > 0) {
       const std::string clipped = jobs::ClippedInputsText(
           tensor.name, result->candidates(0).output_noise());
-      if (!clipped.empty()) notes.push_back(clipped);
+      if (!clipped.empty()) {
+        notes.push_back(absl::StrCat("quantctl: ", clipped));
+      }
     }
     if (compares) {
       note_not_finite(tensor, result->comparison());

@@ -39,6 +39,10 @@ namespace {
 // The options of the command.
 struct QuantizeCommand {
   jobs::QuantizeOptions options;
+  // Those that count if they are given.
+  std::string layout = "quantd";
+  std::string part;
+  std::vector<std::string> ignore;
   StreamsOption streams = {2};
 };
 
@@ -52,7 +56,8 @@ std::vector<std::string> SchemeNames() {
 
 // Adds the options for the input and for the files of the output.
 // Returns --layout.
-const Option* AddFileOptions(Command* command, jobs::QuantizeOptions* options) {
+const Option* AddFileOptions(Command* command, QuantizeCommand* quantize) {
+  jobs::QuantizeOptions* const options = &quantize->options;
   AddInputArgument(command, &options->input);
   AddOutputOptions(command,
                    "safetensors or .gguf file, or - for standard output; a "
@@ -65,7 +70,7 @@ const Option* AddFileOptions(Command* command, jobs::QuantizeOptions* options) {
                    "were");
   const Option* const layout =
       command
-          ->AddOption("--layout", &options->layout, "",
+          ->AddOption("--layout", &quantize->layout, "",
                       "How the codes lie in the file: as quantctl dequantize "
                       "takes them, or as compressed-tensors models have them, "
                       "with config.json; pack-quantized packs 8 bits too")
@@ -98,15 +103,14 @@ const Option* AddFileOptions(Command* command, jobs::QuantizeOptions* options) {
 }
 
 // How the work is shared out. Returns --part.
-const Option* AddShareOptions(Command* command,
-                              jobs::QuantizeOptions* options) {
+const Option* AddShareOptions(Command* command, QuantizeCommand* quantize) {
   const Option* const part = command->AddOption(
-      "--part", &options->parts.part, "I/N",
+      "--part", &quantize->part, "I/N",
       "Do share I of N, from 0/N on: whole shards where they can be shared out "
       "evenly, otherwise a range of the tensors. Every part has the same "
       "options; any may run again, at any time, on any machine that has the "
       "input and the output");
-  command->AddFlag("--join", &options->parts.join,
+  command->AddFlag("--join", &quantize->options.join,
                    "Make the output of the parts, once all are done; calls the "
                    "server only to publish encodings and to read what is "
                    "stored of activations. Otherwise the same options as "
@@ -216,22 +220,20 @@ void AddExamplesAndNotes(Command* command) {
 class Quantizer {
  public:
   Quantizer(const QuantizeCommand& command, Session* session)
-      : options_(command.options),
-        streams_(command.streams),
+      : streams_(command.streams),
         session_(*session),
         events_(MakeEvents()),
         run_(
-            options_, session->server,
+            command.options, session->server,
             [this] { return streams_.Connect(session_); }, events_) {}
 
   void Run() {
-    const absl::StatusOr<SpecSet> specs = options_.spec.ParseSet();
-    if (!specs.ok()) return session_.FailUsage(specs.status());
-    const bool is_piped = options_.output.IsStandardOutput();
+    const jobs::QuantizeOptions& options = run_.options();
+    const bool is_piped = options.output.IsStandardOutput();
     if (is_piped) session_.stdout_is_data = true;
-    absl::Status status = run_.Prepare(*specs);
+    absl::Status status = run_.Prepare();
     if (!status.ok()) return FailEarly(status, &session_);
-    if (options_.store && is_piped) {
+    if (options.store && is_piped) {
       // A reader that closes the pipe is an error then, after which the draft
       // can be deleted.
       std::signal(SIGPIPE, SIG_IGN);
@@ -242,11 +244,11 @@ class Quantizer {
     progress_.reset();
     if (InterruptNote::stopped()) return InterruptNote::End();
     if (status.ok()) {
-      ReportRun(options_, run_.plan(), run_.server(), &session_);
+      ReportRun(options, run_.plan(), run_.server(), &session_);
     } else if (run_.has_begun()) {
-      ReportError(status, options_, run_.plan(), run_.server(), &session_);
+      ReportError(status, options, run_.plan(), run_.server(), &session_);
     } else {
-      ReportRefused(status, options_, &session_);
+      ReportRefused(status, options, &session_);
     }
   }
 
@@ -271,13 +273,13 @@ class Quantizer {
       };
     }
     events.on_step = [this] {
-      interrupt_note_.Set(UnfinishedText(options_, run_.plan(), run_.server()));
+      interrupt_note_.Set(
+          UnfinishedText(run_.options(), run_.plan(), run_.server()));
     };
     events.is_stopped = &InterruptNote::stopped;
     return events;
   }
 
-  const jobs::QuantizeOptions& options_;
   const StreamsOption& streams_;
   Session& session_;
   InterruptNote interrupt_note_;
@@ -295,12 +297,12 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
       "copy the others; nothing is written when a tensor fails");
   const auto quantize = std::make_shared<QuantizeCommand>();
   jobs::QuantizeOptions* const options = &quantize->options;
-  const Option* const layout = AddFileOptions(command, options);
+  const Option* const layout = AddFileOptions(command, quantize.get());
   quantize->streams.AddOption(command);
-  const Option* const part = AddShareOptions(command, options);
+  const Option* const part = AddShareOptions(command, quantize.get());
   const Option* const store = AddTensorOptions(command, options);
   const Option* const ignore = command->AddOption(
-      "--ignore", &options->ignore, "PATTERN",
+      "--ignore", &quantize->ignore, "PATTERN",
       "Modules that a compressed-tensors model leaves as they are, in place of "
       "the default: the head, embeddings, routers, and what vLLM has no "
       "quantized layers for, unless --spec PATTERN=SPEC or --include names "
@@ -308,17 +310,10 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
   AddExamplesAndNotes(command);
   command->OnRun([quantize, session, store, part, layout, ignore] {
     jobs::QuantizeOptions* const options = &quantize->options;
-    options->parts.has_part = part->IsGiven();
-    options->has_layout = layout->IsGiven();
-    options->has_ignore = ignore->IsGiven();
+    if (part->IsGiven()) options->part = quantize->part;
+    if (layout->IsGiven()) options->layout = quantize->layout;
+    if (ignore->IsGiven()) options->ignore = quantize->ignore;
     if (!store->IsGiven()) options->store = !options->name.model.empty();
-    const bool has_model = !options->name.model.empty();
-    if (!has_model) {
-      options->name.model = FileStem(options->input);
-    }
-    jobs::ResolveInputs(has_model, options);
-    const absl::Status status = jobs::ApplyScheme(options);
-    if (!status.ok()) return session->FailUsage(status);
     Quantizer(*quantize, session).Run();
   });
 }

@@ -18,11 +18,12 @@
 #include "client/cli/printable.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_notes.h"
-#include "client/cli/tie_options.h"
 #include "client/cpp/errors.h"
 #include "client/files/safetensors.h"
 #include "client/jobs/draft_revision.h"
-#include "client/jobs/importance.h"
+#include "client/jobs/model_tensors.h"
+#include "client/jobs/quantize_model.h"
+#include "client/jobs/quantize_notes.h"
 #include "client/jobs/quantize_options.h"
 #include "client/jobs/quantize_outcome.h"
 #include "client/jobs/quantize_parts.h"
@@ -45,8 +46,7 @@ struct Totals {
   uint64_t kept_count = 0;
   uint64_t clipped_count = 0;
   bool has_output_noise = false;
-  uint64_t nan_count = 0;
-  uint64_t infinity_count = 0;
+  bool has_not_finite = false;
   std::set<std::string> formats;
   std::vector<TensorError> errors;
   // Failed tensors that the output has as they were.
@@ -58,7 +58,6 @@ struct ShardTotals {
   uint64_t kept = 0;
   uint64_t written = 0;
   uint64_t file_bytes = 0;
-  int64_t rounded_count = 0;
 };
 
 ShardTotals CountShards(const jobs::QuantizePlan& plan) {
@@ -67,80 +66,86 @@ ShardTotals CountShards(const jobs::QuantizePlan& plan) {
     totals.kept += shard->is_kept ? 1 : 0;
     totals.written += shard->is_written ? 1 : 0;
     totals.file_bytes += shard->file_bytes;
-    totals.rounded_count += shard->rounded_count;
   }
   return totals;
 }
 
-Totals CountTensors(const jobs::QuantizePlan& plan) {
+Totals CountTensors(const std::vector<jobs::ModelTensor>& tensors) {
   Totals totals;
-  for (const std::unique_ptr<jobs::Shard>& shard : plan.shards) {
-    for (const files::FileTensor& tensor : shard->input.tensors()) {
-      if (!plan.IsInScope(tensor)) continue;
-      const jobs::Outcome& outcome = plan.outcomes.at(tensor.name);
-      ++totals.tensor_count;
-      totals.before += tensor.data.size();
-      if (!outcome.status.ok()) {
-        totals.errors.push_back({tensor.name, outcome.status});
-        totals.copied_count += outcome.is_quantized ? 0 : 1;
-      }
-      totals.clipped_count +=
-          outcome.clipped_low_count + outcome.clipped_high_count;
-      totals.has_output_noise |= outcome.output_noise.has_value();
-      totals.nan_count += outcome.nan_count;
-      totals.infinity_count += outcome.infinity_count;
-      if (!shard->is_written) continue;
-      totals.after += outcome.output_bytes;
-      totals.kept_count += shard->is_kept ? 1 : 0;
-      if (!outcome.is_quantized) continue;
-      ++totals.quantized_count;
-      totals.formats.insert(outcome.format);
+  for (const jobs::ModelTensor& tensor : tensors) {
+    ++totals.tensor_count;
+    totals.before += tensor.bytes_before;
+    if (!tensor.status.ok()) {
+      totals.errors.push_back({tensor.name, tensor.status});
+      totals.copied_count += tensor.is_quantized ? 0 : 1;
     }
+    totals.clipped_count +=
+        tensor.clipped_low_count + tensor.clipped_high_count;
+    totals.has_output_noise |= tensor.output_noise.has_value();
+    totals.has_not_finite |= tensor.nan_count + tensor.infinity_count > 0;
+    if (!tensor.is_written) continue;
+    totals.after += tensor.bytes_after;
+    totals.kept_count +=
+        tensor.result == jobs::ModelTensor::Result::kKept ? 1 : 0;
+    if (!tensor.is_quantized) continue;
+    ++totals.quantized_count;
+    totals.formats.insert(tensor.format);
   }
   return totals;
 }
 
-std::string ResultText(const jobs::Shard& shard, const jobs::Outcome& outcome) {
-  if (!shard.is_written) return outcome.status.ok() ? "not written" : "failed";
-  if (!outcome.status.ok() && !outcome.is_quantized) return "failed, copied";
-  return absl::StrCat(outcome.is_quantized ? outcome.format : "copied",
-                      outcome.is_compensated ? ", compensated" : "",
-                      shard.is_kept ? ", kept" : "");
+std::string ResultText(const jobs::ModelTensor& tensor) {
+  if (!tensor.is_written) return tensor.status.ok() ? "not written" : "failed";
+  if (!tensor.status.ok() && !tensor.is_quantized) return "failed, copied";
+  return absl::StrCat(
+      tensor.is_quantized ? tensor.format : "copied",
+      tensor.is_compensated ? ", compensated" : "",
+      tensor.result == jobs::ModelTensor::Result::kKept ? ", kept" : "");
 }
 
-Json OutcomeJson(const jobs::Shard& shard, const files::FileTensor& tensor,
-                 const jobs::Outcome& outcome, const jobs::QuantizePlan& plan) {
-  const char* const result = shard.is_kept          ? "kept"
-                             : !outcome.status.ok() ? "failed"
-                             : !shard.is_written    ? "not written"
-                             : outcome.is_quantized ? "quantized"
-                                                    : "copied";
+absl::string_view ResultName(jobs::ModelTensor::Result result) {
+  switch (result) {
+    case jobs::ModelTensor::Result::kQuantized:
+      return "quantized";
+    case jobs::ModelTensor::Result::kCopied:
+      return "copied";
+    case jobs::ModelTensor::Result::kKept:
+      return "kept";
+    case jobs::ModelTensor::Result::kFailed:
+      return "failed";
+    case jobs::ModelTensor::Result::kNotWritten:
+      return "not written";
+  }
+  return "";
+}
+
+Json TensorJson(const jobs::ModelTensor& tensor) {
   Json json = {{"name", tensor.name},
                {"shape", tensor.shape},
-               {"dtype", std::string(DtypeName(tensor.dtype))},
-               {"result", result},
-               {"bytes_before", tensor.data.size()},
-               {"bytes_after", shard.is_written ? outcome.output_bytes : 0}};
-  if (outcome.is_quantized) {
-    json["format"] = outcome.format;
-    json["rounding"] = outcome.is_compensated ? "compensated" : "nearest";
-    json["importance"] = plan.IsWeighed(tensor);
-    json["mantissa_bits"] = outcome.mantissa_bits;
-    json["clipped_low_count"] = outcome.clipped_low_count;
-    json["clipped_high_count"] = outcome.clipped_high_count;
-    json["nan_count"] = outcome.nan_count;
-    json["infinity_count"] = outcome.infinity_count;
-    json["coarse_scale_count"] = outcome.coarse_scale_count;
+               {"dtype", tensor.dtype},
+               {"result", std::string(ResultName(tensor.result))},
+               {"bytes_before", tensor.bytes_before},
+               {"bytes_after", tensor.bytes_after}};
+  if (tensor.is_quantized) {
+    json["format"] = tensor.format;
+    json["rounding"] = tensor.is_compensated ? "compensated" : "nearest";
+    json["importance"] = tensor.is_weighed;
+    json["mantissa_bits"] = tensor.mantissa_bits;
+    json["clipped_low_count"] = tensor.clipped_low_count;
+    json["clipped_high_count"] = tensor.clipped_high_count;
+    json["nan_count"] = tensor.nan_count;
+    json["infinity_count"] = tensor.infinity_count;
+    json["coarse_scale_count"] = tensor.coarse_scale_count;
   }
-  if (outcome.output_noise.has_value()) {
-    json["output_noise"] = OutputNoiseJson(*outcome.output_noise);
+  if (tensor.output_noise.has_value()) {
+    json["output_noise"] = OutputNoiseJson(*tensor.output_noise);
   }
-  if (outcome.metrics.has_value()) {
-    json["sqnr_db"] = outcome.metrics->sqnr_db();
-    json["max_absolute_error"] = outcome.metrics->max_absolute_error();
-    json["mean_squared_error"] = outcome.metrics->mean_squared_error();
+  if (tensor.metrics.has_value()) {
+    json["sqnr_db"] = tensor.metrics->sqnr_db();
+    json["max_absolute_error"] = tensor.metrics->max_absolute_error();
+    json["mean_squared_error"] = tensor.metrics->mean_squared_error();
   }
-  if (!outcome.status.ok()) json["error"] = ErrorJson(outcome.status);
+  if (!tensor.status.ok()) json["error"] = ErrorJson(tensor.status);
   return json;
 }
 
@@ -188,7 +193,8 @@ class RunReport {
         plan_(plan),
         server_(server),
         session_(*session),
-        totals_(CountTensors(plan)),
+        tensors_(TensorsOf(plan)),
+        totals_(CountTensors(tensors_)),
         shard_totals_(CountShards(plan)) {}
 
   void PrintRun() {
@@ -199,16 +205,8 @@ class RunReport {
       session_.Print(TableText());
       if (plan_.is_complete) session_.Print(SummaryText());
     }
-    PrintNotFinite();
-    PrintCoarseScales();
-    PrintClippedInputs();
-    PrintLeftOut();
-    PrintNearest();
-    PrintUnweighted();
-    if (plan_.is_complete) {
-      PrintModel();
-      PrintTies();
-      PrintRounded();
+    for (const jobs::QuantizeNote& note : NotesOf(options_, plan_)) {
+      PrintNote(note);
     }
     if (!totals_.errors.empty()) PrintFailed();
   }
@@ -221,12 +219,8 @@ class RunReport {
  private:
   void PrintJson() const {
     Json list = Json::array();
-    for (const std::unique_ptr<jobs::Shard>& shard : plan_.shards) {
-      for (const files::FileTensor& tensor : shard->input.tensors()) {
-        if (!plan_.IsInScope(tensor)) continue;
-        list.push_back(
-            OutcomeJson(*shard, tensor, plan_.outcomes.at(tensor.name), plan_));
-      }
+    for (const jobs::ModelTensor& tensor : tensors_) {
+      list.push_back(TensorJson(tensor));
     }
     session_.PrintJson({{"input", options_.input},
                         {"output", options_.output.path},
@@ -238,13 +232,13 @@ class RunReport {
                         {"quantized_count", totals_.quantized_count},
                         {"kept_count", totals_.kept_count},
                         {"failed_count", totals_.errors.size()},
-                        {"rounded_count", shard_totals_.rounded_count},
+                        {"rounded_count", plan_.RoundedCount()},
                         {"experts", ExpertsJson()},
                         {"ties", TiesJson()},
                         {"ignored", plan_.ignored},
                         {"no_linear", plan_.no_linear},
                         {"conv1d", plan_.conv1d},
-                        {"warnings", Warnings()},
+                        {"warnings", RuntimeWarnings(plan_)},
                         {"retries", session_.retries()},
                         {"tensors", list}});
   }
@@ -272,10 +266,6 @@ class RunReport {
   }
 
   bool HasClipped() const { return totals_.clipped_count > 0; }
-  bool HasNotFinite() const {
-    return totals_.nan_count + totals_.infinity_count > 0;
-  }
-
   std::string TableText() const {
     Table table;
     table.AddColumn("TENSOR", Table::Align::kLeft);
@@ -292,30 +282,26 @@ class RunReport {
       table.AddColumn("OUTPUT DB", Table::Align::kRight);
     }
     if (HasClipped()) table.AddColumn("CLIPPED", Table::Align::kRight);
-    if (HasNotFinite()) {
+    if (totals_.has_not_finite) {
       table.AddColumn("NAN", Table::Align::kRight);
       table.AddColumn("INF", Table::Align::kRight);
     }
-    for (const std::unique_ptr<jobs::Shard>& shard : plan_.shards) {
-      for (const files::FileTensor& tensor : shard->input.tensors()) {
-        if (plan_.IsInScope(tensor)) table.AddRow(RowOf(*shard, tensor));
-      }
+    for (const jobs::ModelTensor& tensor : tensors_) {
+      table.AddRow(RowOf(tensor));
     }
     return table.Render(StdoutHasStyle());
   }
 
-  std::vector<std::string> RowOf(const jobs::Shard& shard,
-                                 const files::FileTensor& tensor) const {
-    const jobs::Outcome& outcome = plan_.outcomes.at(tensor.name);
+  std::vector<std::string> RowOf(const jobs::ModelTensor& tensor) const {
     std::vector<std::string> row = {
         tensor.name,
         ShapeText(tensor.shape),
-        std::string(DtypeName(tensor.dtype)),
-        ResultText(shard, outcome),
-        BytesCell(tensor.data.size()),
-        shard.is_written ? BytesCell(outcome.output_bytes) : ""};
+        tensor.dtype,
+        ResultText(tensor),
+        BytesCell(tensor.bytes_before),
+        tensor.is_written ? BytesCell(tensor.bytes_after) : ""};
     if (options_.evaluate) {
-      const auto& metrics = outcome.metrics;
+      const auto& metrics = tensor.metrics;
       row.push_back(metrics.has_value() ? DecibelText(metrics->sqnr_db()) : "");
       row.push_back(!metrics.has_value() ? ""
                     : metrics->count() == 0
@@ -323,19 +309,19 @@ class RunReport {
                         : NumberText(metrics->max_absolute_error()));
     }
     if (totals_.has_output_noise) {
-      row.push_back(outcome.output_noise.has_value()
-                        ? DecibelText(jobs::OutputSqnrDb(*outcome.output_noise))
+      row.push_back(tensor.output_noise.has_value()
+                        ? DecibelText(jobs::OutputSqnrDb(*tensor.output_noise))
                         : "");
     }
     const auto add_count = [&](uint64_t count) {
-      row.push_back(outcome.is_quantized ? CountText(count) : "");
+      row.push_back(tensor.is_quantized ? CountText(count) : "");
     };
     if (HasClipped()) {
-      add_count(outcome.clipped_low_count + outcome.clipped_high_count);
+      add_count(tensor.clipped_low_count + tensor.clipped_high_count);
     }
-    if (HasNotFinite()) {
-      add_count(outcome.nan_count);
-      add_count(outcome.infinity_count);
+    if (totals_.has_not_finite) {
+      add_count(tensor.nan_count);
+      add_count(tensor.infinity_count);
     }
     return row;
   }
@@ -362,217 +348,15 @@ class RunReport {
         "\n");
   }
 
-  // Says what becomes of the other elements too.
-  static absl::string_view LostBlocksText(const jobs::Outcome& outcome) {
-    return absl::StartsWith(outcome.format, "mx")
-               ? ": all elements of their blocks become NaN"
-               : "";
-  }
-
-  void PrintNotFinite() {
-    std::vector<std::string> notes;
-    for (const std::unique_ptr<jobs::Shard>& shard : plan_.shards) {
-      for (const files::FileTensor& tensor : shard->input.tensors()) {
-        const jobs::Outcome& outcome = plan_.outcomes.at(tensor.name);
-        if (outcome.nan_count + outcome.infinity_count == 0) continue;
-        notes.push_back(absl::StrCat(
-            "quantctl: tensor ", tensor.name, " ",
-            NotFiniteText(outcome.nan_count, outcome.infinity_count),
-            LostBlocksText(outcome)));
-      }
+  void PrintNote(const jobs::QuantizeNote& note) {
+    using Kind = jobs::QuantizeNote::Kind;
+    if (note.kind == Kind::kExpected && session_.quiet) return;
+    if (note.kind == Kind::kFailure) session_.Note(kServerError);
+    std::vector<std::string> lines;
+    for (const std::string& line : note.lines) {
+      lines.push_back(absl::StrCat("quantctl: ", line));
     }
-    PrintNotes(notes, &session_);
-  }
-
-  void PrintCoarseScales() {
-    std::vector<std::string> notes;
-    for (const std::unique_ptr<jobs::Shard>& shard : plan_.shards) {
-      for (const files::FileTensor& tensor : shard->input.tensors()) {
-        const jobs::Outcome& outcome = plan_.outcomes.at(tensor.name);
-        if (outcome.coarse_scale_count == 0) continue;
-        notes.push_back(absl::StrCat(
-            "quantctl: tensor ", tensor.name, ": ",
-            CountText(outcome.coarse_scale_count),
-            " scales are below 2^-20, where float16 has few numbers: their "
-            "elements lose much"));
-      }
-    }
-    PrintNotes(notes, &session_);
-  }
-
-  // The inputs that compensated rounding was done for are not quite those that
-  // were seen.
-  void PrintClippedInputs() {
-    std::vector<std::string> notes;
-    for (const std::unique_ptr<jobs::Shard>& shard : plan_.shards) {
-      for (const files::FileTensor& tensor : shard->input.tensors()) {
-        const jobs::Outcome& outcome = plan_.outcomes.at(tensor.name);
-        if (!outcome.output_noise.has_value()) continue;
-        const std::string text =
-            jobs::ClippedInputsText(tensor.name, *outcome.output_noise);
-        if (!text.empty()) notes.push_back(text);
-      }
-    }
-    PrintNotes(notes, &session_);
-  }
-
-  // Tensors that are copied in place of what was asked for. The exit code says
-  // so where somebody named them, or where nothing else was quantized.
-  void PrintLeftOut() {
-    if (!session_.quiet) PrintNotes(plan_.notes, &session_);
-    PrintNotes(plan_.left_out_notes, &session_);
-    if (!plan_.left_out_notes.empty()) {
-      session_.Note(kServerError);
-      session_.PrintError(
-          absl::StrCat("quantctl: ", CountText(plan_.left_out_notes.size()),
-                       " tensors that were asked for are copied"));
-    }
-    if (plan_.is_complete && !plan_.part.has_value() &&
-        totals_.quantized_count == 0) {
-      session_.Note(kServerError);
-      session_.PrintError(
-          absl::StrCat("quantctl: nothing is quantized: ", options_.output.path,
-                       " has all tensors as they were"));
-    }
-  }
-
-  // Tensors that no inputs were found for.
-  void PrintNearest() const {
-    if (!plan_.nearest.empty()) {
-      session_.PrintError(
-          absl::StrCat("quantctl: rounded to the nearest, as no Gram matrix of "
-                       "their inputs is stored: ",
-                       NamesText(plan_.nearest)));
-    }
-    if (!plan_.named_nearest.empty()) {
-      session_.Note(kServerError);
-      session_.PrintError(absl::StrCat(
-          "quantctl: asked for, but rounded to the nearest, as no Gram matrix "
-          "of "
-          "their inputs is stored: ",
-          NamesText(plan_.named_nearest), "; see --inputs-map and --exclude"));
-    }
-  }
-
-  // Tensors whose errors nothing weighs, although that was asked for.
-  void PrintUnweighted() const {
-    const jobs::FoundImportance& found = plan_.importance;
-    if (!found.missing.empty()) {
-      session_.PrintError(absl::StrCat(
-          "quantctl: ", jobs::MissingImportanceText(
-                            "quantized", options_.importance, found.missing)));
-    }
-    if (!found.untaken.empty()) {
-      session_.PrintError(absl::StrCat(
-          "quantctl: ",
-          jobs::UntakenImportanceText("quantized", found.untaken)));
-    }
-    if (!plan_.named_unweighted.empty()) {
-      session_.Note(kServerError);
-      session_.PrintError(absl::StrCat(
-          "quantctl: asked for, but ",
-          jobs::MissingImportanceText("quantized", options_.importance,
-                                      plan_.named_unweighted),
-          "; see --exclude"));
-    }
-  }
-
-  // Prints what the user may not expect of a compressed-tensors model.
-  void PrintModel() const {
-    if (!plan_.ignored.empty() && !options_.has_ignore && !session_.quiet) {
-      session_.PrintError(
-          absl::StrCat("quantctl: left as they are: ", NamesText(plan_.ignored),
-                       options_.IsGguf() ? "; a --spec for them takes them"
-                                         : "; see --ignore"));
-    }
-    if (!plan_.no_linear.empty() && !session_.quiet) {
-      session_.PrintError(absl::StrCat(
-          "quantctl: left as they are, as no matrices MODULE.weight: ",
-          NamesText(plan_.no_linear)));
-    }
-    if (!plan_.conv1d.empty() && !session_.quiet) {
-      session_.PrintError(
-          absl::StrCat("quantctl: left as they are: ", NamesText(plan_.conv1d),
-                       "; ", jobs::kConv1dText));
-    }
-    if (!plan_.experts.empty() && !session_.quiet) {
-      const FusedExperts& first = plan_.experts[0];
-      const size_t count = plan_.experts.size();
-      session_.PrintError(absl::StrCat(
-          "quantctl: written as one matrix for each expert, as vLLM reads "
-          "them: ",
-          first.name, " (", first.expert_count, " experts",
-          first.is_transposed ? ", transposed" : "", ")",
-          count > 1
-              ? absl::StrCat(" and ", CountText(count - 1), " more tensors")
-              : ""));
-    }
-    for (const std::string& warning : Warnings()) {
-      session_.PrintError(absl::StrCat("quantctl: warning: ", warning));
-    }
-  }
-
-  // Warnings of what vLLM makes of a compressed-tensors model.
-  std::vector<std::string> Warnings() const {
-    std::vector<std::string> warnings;
-    if (!plan_.ragged.empty()) {
-      warnings.push_back(absl::StrCat(
-          "vLLM does not load fused matrices whose rows, but for the last "
-          "one's, are no whole blocks: ",
-          NamesText(plan_.ragged), "; take --scheme FP8_DYNAMIC"));
-    }
-    for (const auto& [text, names] : plan_.beyond_limits) {
-      warnings.push_back(absl::StrCat(text, ": ", NamesText(names),
-                                      "; --exclude leaves them as they are"));
-    }
-    if (!plan_.unlike_experts.empty()) {
-      warnings.push_back(absl::StrCat(
-          "vLLM up to 0.11.0 takes one scheme for the experts of all layers; "
-          "not that of the first layer have ",
-          NamesText(plan_.unlike_experts)));
-    }
-    if (plan_.no_kernels_count > 0) {
-      warnings.push_back(absl::StrCat(
-          "vLLM has no kernels for the weights and inputs of ",
-          CountText(plan_.no_kernels_count), " modules",
-          plan_.packable_count == 0
-              ? "; see --scheme for what it has"
-              : absl::StrCat(
-                    "; with --layout pack-quantized it has them for ",
-                    CountText(plan_.packable_count),
-                    ", and with --activations dynamic where all weights are "
-                    "int8:per-channel")));
-    }
-    return warnings;
-  }
-
-  void PrintTies() const {
-    if (plan_.ties.empty() || session_.quiet) return;
-    const size_t count = plan_.ties.size();
-    session_.PrintError(absl::StrCat(
-        "quantctl: tensors that share an outer scale: ", plan_.ties[0].label,
-        count > 1 ? absl::StrCat(" and ", CountText(count - 1), " more groups")
-                  : "",
-        options_.ties.no_defaults ? "" : "; see --tie and --no-ties"));
-  }
-
-  // The output is not quite what was measured.
-  void PrintRounded() const {
-    if (shard_totals_.rounded_count == 0) return;
-    const std::string count =
-        CountText(static_cast<uint64_t>(shard_totals_.rounded_count));
-    if (options_.IsGguf()) {
-      session_.PrintError(absl::StrCat(
-          "quantctl: ", count,
-          " tensors have minima, which are float16 in GGUF and were rounded: "
-          "reals may differ from quantd's by 1% of a scale"));
-    } else {
-      session_.PrintError(absl::StrCat(
-          "quantctl: ", count,
-          " of the nvfp4 tensors: readers divide by weight_global_scale, the "
-          "inverse of the outer scale, and get reals that may differ from "
-          "quantd's in the last bit"));
-    }
+    PrintNotes(lines, &session_);
   }
 
   void PrintFailed() {
@@ -628,6 +412,7 @@ class RunReport {
   // Null where none was called.
   const jobs::QuantizeServer* const server_;
   Session& session_;
+  const std::vector<jobs::ModelTensor> tensors_;
   const Totals totals_;
   const ShardTotals shard_totals_;
 };

@@ -162,11 +162,6 @@ std::string BytesText(uint64_t bytes) {
   return absl::StrFormat("%.1f %s", value, kUnits[unit]);
 }
 
-std::string NotFiniteText(uint64_t nan_count, uint64_t infinity_count) {
-  return absl::StrCat("has ", CountText(nan_count), " NaN and ",
-                      CountText(infinity_count), " infinities");
-}
-
 std::string ShapeText(absl::Span<const int64_t> shape) {
   return absl::StrCat("[", absl::StrJoin(shape, ","), "]");
 }

@@ -60,9 +60,6 @@ bool StdoutHasStyle();
 // "9,999 B" below 10 KiB, otherwise "1.2 MiB".
 std::string BytesText(uint64_t bytes);
 
-// A note on numbers that the codes do not show: "has 2 NaN and 1 infinities".
-std::string NotFiniteText(uint64_t nan_count, uint64_t infinity_count);
-
 // "[64,3,3,3]".
 std::string ShapeText(absl::Span<const int64_t> shape);
 

@@ -363,12 +363,18 @@ absl::Status OnlyCompressedError(const char* option) {
 
 absl::Status ApplyScheme(QuantizeOptions* options) {
   if (!options->scheme.empty()) {
-    const SchemePreset& preset = *FindPreset(options->scheme);
-    if (options->has_layout && !options->IsCompressed()) {
+    const SchemePreset* const found = FindPreset(options->scheme);
+    if (found == nullptr) {
+      return ArgumentInvalidError(
+          absl::StrCat("expected a scheme of vLLM, such as W4A16, got \"",
+                       options->scheme, "\""));
+    }
+    const SchemePreset& preset = *found;
+    if (options->layout == "quantd") {
       return OnlyCompressedError("--scheme");
     }
     // Without packing, no runtime has kernels for the weights of W8A16.
-    if (!options->has_layout || preset.layout == "pack-quantized") {
+    if (options->layout.empty() || preset.layout == "pack-quantized") {
       options->layout = preset.layout;
     }
     if (options->activations.empty()) options->activations = preset.activations;
@@ -379,8 +385,9 @@ absl::Status ApplyScheme(QuantizeOptions* options) {
       return OnlyCompressedError("--activations");
     }
     if (!options->kv_cache.empty()) return OnlyCompressedError("--kv-cache");
-    if (options->has_ignore) return OnlyCompressedError("--ignore");
+    if (options->ignore.has_value()) return OnlyCompressedError("--ignore");
   }
+  if (options->layout.empty()) options->layout = "quantd";
   if (options->activations.empty()) options->activations = "none";
   return ParseActivations(options->activations).status();
 }

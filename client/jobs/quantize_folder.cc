@@ -163,7 +163,7 @@ absl::Status QuantizeFolder::Clear() {
 }
 
 absl::Status QuantizeFolder::Complete() const {
-  if (options_.parts.join) RemoveParts();
+  if (options_.join) RemoveParts();
   absl::Status status = CopyBesides();
   if (status.ok() && options_.IsCompressed()) status = WriteConfig();
   if (status.ok() && !plan_.weight_map.empty()) status = WriteIndex();

@@ -282,7 +282,7 @@ absl::Status CheckGgufOptions(const QuantizeOptions& options,
     return ArgumentInvalidError(
         "expected a file as the input of a .gguf file, got a folder");
   }
-  if (options.parts.has_part || options.parts.join || options.keep_going) {
+  if (options.part.has_value() || options.join || options.keep_going) {
     return ArgumentInvalidError(
         "expected a .gguf file without --part, --join and --keep-going");
   }

@@ -1,4 +1,4 @@
-// The options of `quantctl quantize`.
+// The options of QuantizeModel, which are those of `quantctl quantize`.
 
 #ifndef QUANTD_CLIENT_JOBS_QUANTIZE_OPTIONS_H_
 #define QUANTD_CLIENT_JOBS_QUANTIZE_OPTIONS_H_
@@ -8,21 +8,14 @@
 #include <vector>
 
 #include "client/jobs/file_ties.h"
+#include "client/jobs/inputs_options.h"
 #include "client/jobs/output.h"
 #include "client/jobs/revision_name.h"
 #include "client/jobs/spec_options.h"
-#include "client/jobs/stored_inputs.h"
 #include "client/jobs/tensor_filter.h"
 #include "client/models/tensor_input.h"
 
 namespace quantd::jobs {
-
-// --part and --join.
-struct PartOptions {
-  bool has_part = false;
-  std::string part;
-  bool join = false;
-};
 
 // --rounding and what goes with it.
 struct RoundingOptions {
@@ -33,30 +26,32 @@ struct RoundingOptions {
   bool IsCompensated() const { return method == "compensated"; }
 };
 
-// Each is explained in the help.
+// Each does what the option of the same name does: see `quantctl help
+// quantize`.
 struct QuantizeOptions {
   std::string input;
   OutputOptions output;
+  // Its model is by default the name of the input.
   RevisionName name;
-  SpecOptions spec;
+  // May have types of GGUF.
+  SpecOptions spec = {{}, /*takes_gguf_types=*/true};
   TensorFilter filter;
-  std::string layout = "quantd";
-  // True if the command line has --layout.
-  bool has_layout = false;
+  // Empty for that of the scheme, or "quantd".
+  std::string layout;
   std::string scheme;
-  // Empty until ApplyScheme.
+  // Empty for those of the scheme, or "none".
   std::string activations;
   std::string kv_cache;
-  std::vector<std::string> ignore;
-  bool has_ignore = false;
+  // Nothing for the default.
+  std::optional<std::vector<std::string>> ignore;
   std::string metadata;
+  // Keeps the encodings on the server, under `name`.
   bool store = false;
   std::string nan_policy;
   TieFlags ties;
   RoundingOptions rounding;
   // The place of the statistics of layers' inputs, for rounding and for specs
-  // with
-  // importance. Resolved after ResolveInputs; without a model if none is given.
+  // with importance; by default `name`, if that has a model.
   InputsOptions inputs;
   // The file of --importance.
   std::string importance;
@@ -64,10 +59,12 @@ struct QuantizeOptions {
   bool requantize = false;
   bool restart = false;
   bool keep_going = false;
-  PartOptions parts;
+  // "I/N" for one share of the work.
+  std::optional<std::string> part;
+  bool join = false;
 
   // True if the output is a compressed-tensors model.
-  bool IsCompressed() const { return layout != "quantd"; }
+  bool IsCompressed() const { return !layout.empty() && layout != "quantd"; }
   // The `packs_all` of CompressedModel.
   bool PacksAll() const { return layout == "pack-quantized"; }
   // True if the output is a GGUF file.

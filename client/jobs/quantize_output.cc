@@ -80,7 +80,7 @@ class Output {
 
     absl::Status copy_status;
     std::thread copier([this, &copy_status] { copy_status = Copy(); });
-    status = options_.parts.join ? TakeParts() : Quantize(server, progress);
+    status = options_.join ? TakeParts() : Quantize(server, progress);
     copier.join();
     status.Update(copy_status);
     if (!status.ok()) return status;

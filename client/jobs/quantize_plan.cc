@@ -346,8 +346,8 @@ absl::Status FindBlocks(const QuantizeOptions& options,
     const bool is_left_out =
         *is_copied && IsNamed(options, plan->specs, tensor.name);
     auto& said = is_left_out ? plan->left_out_notes : plan->notes;
-    said.push_back(absl::StrCat(
-        "quantctl: ", NoWholeBlocksText(spec, tensor, *type, "copied")));
+    said.push_back(
+        absl::StrCat(NoWholeBlocksText(spec, tensor, *type, "copied")));
   }
   if (*is_copied) return absl::OkStatus();
   return files::CheckGgufEntry(options.output.path,
@@ -559,7 +559,7 @@ bool IsIgnored(const QuantizeOptions& options, const QuantizePlan& plan,
   }
   if (!options.IsCompressed()) return false;
   const absl::string_view module = ModuleOf(tensor.name);
-  if (options.has_ignore) return MatchesAny(options.ignore, module);
+  if (options.ignore.has_value()) return MatchesAny(*options.ignore, module);
   return !IsNamed(options, plan.specs, tensor.name) &&
          (MatchesAny(kIgnoredModules, module) ||
           IsOfUnquantizedLayer(plan, module) || IsOfVision(plan, module) ||
@@ -585,7 +585,8 @@ bool IsNoLinear(const QuantizeOptions& options, const SpecSet& specs,
 // no runtime reads a model of this kind without a quantized module.
 absl::Status CheckIgnore(const QuantizeOptions& options,
                          const QuantizePlan& plan) {
-  for (const std::string& pattern : options.ignore) {
+  for (const std::string& pattern :
+       options.ignore.value_or(std::vector<std::string>())) {
     if (pattern.empty() || MatchesAnyOf(pattern, plan.ignored)) continue;
     return ArgumentInvalidError(
         absl::StrCat("expected modules for --ignore \"", pattern,
@@ -658,8 +659,8 @@ absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
       const files::GgufType* type = nullptr;
       if (!is_copied && absl::c_linear_search(tensor.shape, 0)) {
         is_copied = true;
-        plan->notes.push_back(absl::StrCat("quantctl: tensor ", tensor.name,
-                                           ": no elements: copied"));
+        plan->notes.push_back(
+            absl::StrCat("tensor ", tensor.name, ": no elements: copied"));
       }
       if (!is_copied) {
         *status = FindBlocks(options, tensor, plan, &type, &is_copied);
@@ -675,7 +676,7 @@ absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
           const std::string text =
               OneScaleText(*plan->specs.For(tensor.name), tensor);
           if (!text.empty()) {
-            plan->notes.push_back(absl::StrCat("quantctl: ", text));
+            plan->notes.push_back(text);
           }
         }
       } else if (options.IsGguf()) {
@@ -806,6 +807,21 @@ bool QuantizePlan::AnyFailed() const {
   });
 }
 
+bool QuantizePlan::QuantizedNothing() const {
+  return is_complete && !part.has_value() &&
+         std::none_of(outcomes.begin(), outcomes.end(), [](const auto& entry) {
+           return entry.second.is_quantized;
+         });
+}
+
+int64_t QuantizePlan::RoundedCount() const {
+  int64_t count = 0;
+  for (const std::unique_ptr<Shard>& shard : shards) {
+    count += shard->rounded_count;
+  }
+  return count;
+}
+
 bool QuantizePlan::AnyFailed(const Shard& shard) const {
   return std::any_of(shard.input.tensors().begin(), shard.input.tensors().end(),
                      [this](const files::FileTensor& tensor) {
@@ -833,13 +849,13 @@ bool QuantizePlan::IsWeighed(const files::FileTensor& tensor) const {
 absl::StatusOr<std::optional<Part>> ParsePartOptions(
     const QuantizeOptions& options) {
   std::optional<Part> result;
-  if (!options.parts.has_part && !options.parts.join) return result;
-  if (options.parts.has_part) {
-    const absl::StatusOr<Part> part = ParsePart(options.parts.part);
+  if (!options.part.has_value() && !options.join) return result;
+  if (options.part.has_value()) {
+    const absl::StatusOr<Part> part = ParsePart(*options.part);
     if (!part.ok()) return part.status();
     result = *part;
   }
-  if (result.has_value() && options.parts.join) {
+  if (result.has_value() && options.join) {
     return ArgumentInvalidError("expected --part or --join, got both");
   }
   if (options.keep_going || options.output.IsStandardOutput()) {

@@ -144,6 +144,10 @@ struct QuantizePlan {
   // True if one of the shards has that name in its folder.
   bool HasShard(const std::string& name) const;
   bool AnyFailed() const;
+  // True once the output is complete and has no codes.
+  bool QuantizedNothing() const;
+  // Tensors whose numbers the layout rounds.
+  int64_t RoundedCount() const;
   bool AnyFailed(const Shard& shard) const;
   // Requires: a tensor that is quantized.
   EncodingSpec SpecOf(const files::FileTensor& tensor) const;

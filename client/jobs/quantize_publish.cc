@@ -42,7 +42,7 @@ class Publisher {
     const absl::StatusOr<bool> is_published = IsPublished(*drafted);
     if (!is_published.ok()) return is_published.status();
     for (const std::unique_ptr<Shard>& shard : plan_.shards) {
-      if (*is_published || !(shard->is_kept || options_.parts.join)) continue;
+      if (*is_published || !(shard->is_kept || options_.join)) continue;
       const std::vector<std::string> missing = Missing(*shard, *drafted);
       if (!missing.empty()) return LackingError(*shard, missing.size());
     }
@@ -102,8 +102,8 @@ class Publisher {
                      CountText(count),
                      " of its tensors, which are not read back from such a "
                      "file; ",
-                     options_.parts.join ? "do its parts again with "
-                                         : "quantize it again with ",
+                     options_.join ? "do its parts again with "
+                                   : "quantize it again with ",
                      plan_.is_folder ? "--restart" : "--force"));
   }
 
@@ -153,7 +153,7 @@ absl::StatusOr<std::string> DraftKeyOf(const QuantizeOptions& options,
                                        const QuantizePlan& plan,
                                        Client* client) {
   const std::string shared = RunKey(plan);
-  if (!options.store || plan.part.has_value() || options.parts.join) {
+  if (!options.store || plan.part.has_value() || options.join) {
     return shared;
   }
   const std::string own = OwnRunKey(plan, options.output.path);

@@ -67,7 +67,8 @@ std::string CommandText(const QuantizeOptions& options, const SpecSet& specs) {
   if (options.IsCompressed()) {
     absl::StrAppend(&text, "\nactivations=", options.activations,
                     "\nkv-cache=", options.kv_cache);
-    for (const std::string& ignore : options.ignore) {
+    for (const std::string& ignore :
+         options.ignore.value_or(std::vector<std::string>())) {
       absl::StrAppend(&text, "\nignore=", ignore);
     }
   }
@@ -359,8 +360,7 @@ class Earlier {
                 const std::string& path) {
     if (CheckData(written, path).ok()) return true;
     plan_.notes.push_back(absl::StrCat(
-        "quantctl: ", path,
-        ": done again, as its data are not those that were written"));
+        path, ": done again, as its data are not those that were written"));
     return false;
   }
 
@@ -370,7 +370,7 @@ class Earlier {
       return false;
     }
     // A join fails of it instead.
-    if (!options_.parts.join && !IsIntact(written, shard->output_path)) {
+    if (!options_.join && !IsIntact(written, shard->output_path)) {
       return false;
     }
     if (!TakeRecords(shard->selected, written)) return false;
@@ -474,7 +474,7 @@ absl::Status FindEarlier(const QuantizeOptions& options, QuantizePlan* plan) {
   absl::Status status;
   if (plan->is_folder) status = earlier.CheckFolder();
   if (status.ok() && plan->part.has_value()) status = earlier.CheckParts();
-  if (status.ok() && options.parts.join) status = earlier.CheckJoin();
+  if (status.ok() && options.join) status = earlier.CheckJoin();
   return status;
 }
 

@@ -43,15 +43,6 @@ v1::Rounding MakeRounding(const QuantizeOptions& all,
 
 }  // namespace
 
-void ResolveInputs(bool has_model, QuantizeOptions* options) {
-  if (!options->inputs.text.empty()) {
-    options->inputs.Resolve();
-  } else if (has_model) {
-    options->inputs.model = options->name.model;
-    options->inputs.revision = options->name.revision;
-  }
-}
-
 bool NeedsInputs(const QuantizeOptions& options, const SpecSet& specs) {
   return options.rounding.IsCompensated() || HasImportance(specs);
 }

@@ -15,12 +15,7 @@
 
 namespace quantd::jobs {
 
-// Sets where the statistics of inputs are.
-// `has_model`  --model is given.
-void ResolveInputs(bool has_model, QuantizeOptions* options);
-
 // Refuses what does not go together.
-// Requires: ResolveInputs.
 // Errors: ARGUMENT_INVALID.
 absl::Status CheckRounding(const QuantizeOptions& options,
                            const SpecSet& specs);

@@ -6,9 +6,15 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "client/cpp/errors.h"
 #include "client/files/mapped_file.h"
 #include "client/files/safetensors.h"
 #include "client/jobs/connections.h"
@@ -24,29 +30,77 @@
 #include "client/jobs/quantize_rounding.h"
 #include "client/jobs/quantize_server.h"
 #include "client/models/spec_syntax.h"
+#include "client/models/tensor_input.h"
 
 namespace quantd::jobs {
+namespace {
 
-QuantizeRun::QuantizeRun(const QuantizeOptions& options,
-                         const std::string& server, Connect connect,
-                         const JobEvents& events)
-    : options_(options),
-      address_(server),
+// Errors: ARGUMENT_INVALID if `value` is none of `values`, and not empty.
+absl::Status CheckOneOf(absl::string_view option, absl::string_view value,
+                        const std::vector<absl::string_view>& values) {
+  if (value.empty() || absl::c_linear_search(values, value)) {
+    return absl::OkStatus();
+  }
+  return ArgumentInvalidError(absl::StrCat("expected one of ",
+                                           absl::StrJoin(values, ", "), " as ",
+                                           option, ", got \"", value, "\""));
+}
+
+// Checks the options that have one of some values, or none.
+absl::Status CheckValues(const QuantizeOptions& options) {
+  absl::Status status =
+      CheckOneOf("the layout", options.layout,
+                 {"quantd", "compressed-tensors", "pack-quantized"});
+  status.Update(CheckOneOf("the NaN policy", options.nan_policy,
+                           {"zero-point", "qmin", "reject"}));
+  status.Update(CheckOneOf("the rounding", options.rounding.method,
+                           {"nearest", "compensated"}));
+  status.Update(CheckOneOf("the column order", options.rounding.column_order,
+                           {"activation", "natural"}));
+  if (options.output.path.empty()) {
+    status.Update(ArgumentInvalidError("expected an output, got none"));
+  }
+  return status;
+}
+
+}  // namespace
+
+QuantizeRun::QuantizeRun(QuantizeOptions options, std::string server,
+                         Connect connect, const JobEvents& events)
+    : options_(std::move(options)),
+      address_(std::move(server)),
       connect_(std::move(connect)),
       events_(events) {}
 
-absl::Status QuantizeRun::Prepare(const SpecSet& specs) {
+absl::Status QuantizeRun::Resolve() {
+  if (absl::Status s = CheckValues(options_); !s.ok()) return s;
+  const bool has_model = !options_.name.model.empty();
+  if (!has_model) options_.name.model = FileStem(options_.input);
+  if (!options_.inputs.text.empty()) {
+    options_.inputs.Resolve();
+  } else if (has_model) {
+    options_.inputs.model = options_.name.model;
+    options_.inputs.revision = options_.name.revision;
+  }
+  return ApplyScheme(&options_);
+}
+
+absl::Status QuantizeRun::Prepare() {
+  absl::Status status = Resolve();
+  if (!status.ok()) return status;
+  const absl::StatusOr<SpecSet> specs = options_.spec.ParseSet();
+  if (!specs.ok()) return specs.status();
   const absl::StatusOr<std::optional<Part>> part = ParsePartOptions(options_);
   if (!part.ok()) return part.status();
-  absl::Status status = CheckGgufOptions(options_, specs);
-  if (status.ok()) status = CheckRounding(options_, specs);
+  status = CheckGgufOptions(options_, *specs);
+  if (status.ok()) status = CheckRounding(options_, *specs);
   if (status.ok() &&
-      (NeedsActivations(options_) || NeedsInputs(options_, specs))) {
+      (NeedsActivations(options_) || NeedsInputs(options_, *specs))) {
     status = ConnectOnce();
   }
   if (!status.ok()) return status;
   absl::StatusOr<QuantizePlan> plan = MakePlan(
-      options_, specs, *part, address_,
+      options_, *specs, *part, address_,
       connections_.has_value() ? connections_->first() : nullptr, events_);
   if (!plan.ok()) return plan.status();
   plan_ = *std::move(plan);
@@ -82,7 +136,7 @@ bool QuantizeRun::NeedsServer() const {
   const auto is_made_here = [](const std::unique_ptr<Shard>& shard) {
     return !shard->blocks.empty() && shard->selected.empty();
   };
-  return !options_.parts.join &&
+  return !options_.join &&
          !std::all_of(plan_.shards.begin(), plan_.shards.end(), is_made_here);
 }
 

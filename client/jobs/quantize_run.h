@@ -26,14 +26,16 @@ class QuantizeRun {
   // Called once at most, and only where a server is needed.
   using Connect = std::function<absl::StatusOr<Connections>()>;
 
-  // All must stay. `server` is the address that `connect` goes to.
-  QuantizeRun(const QuantizeOptions& options, const std::string& server,
-              Connect connect, const JobEvents& events);
+  // `events` must stay. `server` is the address that `connect` goes to.
+  QuantizeRun(QuantizeOptions options, std::string server, Connect connect,
+              const JobEvents& events);
+  QuantizeRun(const QuantizeRun&) = delete;
+  QuantizeRun& operator=(const QuantizeRun&) = delete;
 
   // Checks the options and the inputs, decides what is to be done with each
   // tensor, and finds what earlier runs have done. Writes nothing.
   // Errors: ARGUMENT_INVALID; those of files and of the client.
-  absl::Status Prepare(const SpecSet& specs);
+  absl::Status Prepare();
 
   // Writes the output, and publishes the encodings where they are stored.
   // Finished shards of a folder stay after an error. Tensors that fail have
@@ -44,6 +46,8 @@ class QuantizeRun {
   // client.
   absl::Status Write();
 
+  // With what stands for options that are not given, once Prepare is done.
+  const QuantizeOptions& options() const { return options_; }
   const QuantizePlan& plan() const { return plan_; }
   // Null where none is called.
   const QuantizeServer* server() const { return server_.get(); }
@@ -51,6 +55,8 @@ class QuantizeRun {
   bool has_begun() const { return has_begun_; }
 
  private:
+  // Sets the options that are not given.
+  absl::Status Resolve();
   // False if a tensor cannot be done: that ends the run before it costs
   // anything, unless the run is to keep going.
   bool IsDoable() const;
@@ -71,8 +77,8 @@ class QuantizeRun {
   // nobody needs its draft.
   void DropDraft() const;
 
-  const QuantizeOptions& options_;
-  const std::string& address_;
+  QuantizeOptions options_;
+  const std::string address_;
   const Connect connect_;
   const JobEvents& events_;
   QuantizePlan plan_;

@@ -12,27 +12,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/cpp/client.h"
-#include "client/files/json.h"
+#include "client/jobs/inputs_options.h"
 #include "client/models/tie_groups.h"
 #include "quantd/v1/quantization_service.pb.h"
 
 namespace quantd::jobs {
-
-// --inputs and --inputs-map.
-struct InputsOptions {
-  // "MODEL[@REVISION]".
-  std::string text;
-  // A JSON object of weights and the names of their inputs.
-  std::string map;
-  // After Resolve.
-  std::string model;
-  std::string revision;
-
-  // Sets where the inputs are; no model without `text`.
-  void Resolve();
-
-  bool IsGiven() const { return !text.empty() || !map.empty(); }
-};
 
 // The map of that file: inputs by weight; empty for an empty path.
 // Errors: FILE_UNREADABLE, FILE_MALFORMED.

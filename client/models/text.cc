@@ -60,6 +60,11 @@ std::string CountText(uint64_t count) {
   return digits;
 }
 
+std::string NotFiniteText(uint64_t nan_count, uint64_t infinity_count) {
+  return absl::StrCat("has ", CountText(nan_count), " NaN and ",
+                      CountText(infinity_count), " infinities");
+}
+
 std::string NamesText(std::vector<std::string> names) {
   const size_t count = names.size();
   if (count > kMostNames) names.resize(kMostNames);

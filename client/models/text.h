@@ -18,6 +18,9 @@ bool NaturalLess(absl::string_view a, absl::string_view b);
 // "1,234,567".
 std::string CountText(uint64_t count);
 
+// A note on numbers that the codes do not show: "has 2 NaN and 1 infinities".
+std::string NotFiniteText(uint64_t nan_count, uint64_t infinity_count);
+
 // The first names, and how many more there are.
 std::string NamesText(std::vector<std::string> names);
 

@@ -65,10 +65,11 @@ class InstallTest(unittest.TestCase):
             self.assertNotRegex(code, r"(?i)grpc", header)
 
     def test_HeadersAreThoseThatProgramsInclude(self):
-        """What is installed is <quantd/client.h>, files.h and models.h and what
-        they include. Of what is generated that is messages alone."""
+        """What is installed is <quantd/client.h>, files.h, jobs.h and models.h
+        and what they include. Of what is generated that is messages alone."""
         seen = set()
-        left = [f"quantd/{name}.h" for name in ("client", "files", "models")]
+        left = [f"quantd/{name}.h" for name in (
+            "client", "files", "jobs", "models")]
         installed = self.headers()
         while left:
             header = left.pop()

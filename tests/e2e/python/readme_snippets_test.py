@@ -223,18 +223,35 @@ class ReadmeSnippetsTest(unittest.TestCase):
             "-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
 
     def build_and_run_app(self, folder, cmake, argument):
+        cmake += ("add_executable(model model.cc)\n"
+                  "target_link_libraries(model PRIVATE quantd::jobs)\n")
         for name, text in (
                 ("CMakeLists.txt", cmake),
-                ("app.cc", self.at_server(snippet("cpp", "quantd::Client")))):
+                ("app.cc", self.at_server(
+                    snippet("cpp", "quantd::Client::Connect"))),
+                ("model.cc", self.at_server(
+                    snippet("cpp", "quantd::jobs::QuantizeModel")))):
             with open(os.path.join(folder, name), "w",
                       encoding="utf-8") as file:
                 file.write(text)
         # Without optimization, which would take most of the time.
         run("cmake", "-S", ".", "-B", "build", "-G", "Ninja",
             "-DCMAKE_BUILD_TYPE=Debug", argument, cwd=folder)
-        run("cmake", "--build", "build", "--target", "app", cwd=folder)
+        run("cmake", "--build", "build", "--target", "app", "model", cwd=folder)
         output = run("build/app", cwd=folder)
         self.assertRegex(output, r"\d+ bytes of codes")
+        shutil.copy(os.path.join(live_server.ROOT,
+                                 "tests/data/digits-cnn/model.safetensors"),
+                    folder)
+        output = run("build/model", cwd=folder)
+        written = os.path.join(folder, "model.int4.safetensors")
+        self.assertIn(f"\n{os.path.getsize(written)} bytes\n", output)
+        by_quantctl = os.path.join(folder, "quantctl.safetensors")
+        run(options.quantctl, "--server", self.server.address, "quantize",
+            os.path.join(folder, "model.safetensors"), "-o", by_quantctl,
+            "--spec", "int4:group:32")
+        with open(written, "rb") as ours, open(by_quantctl, "rb") as theirs:
+            self.assertEqual(ours.read(), theirs.read())
 
 
 if __name__ == "__main__":

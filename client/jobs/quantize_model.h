@@ -1,0 +1,93 @@
+// Quantizes a whole model, from files to files.
+
+#ifndef QUANTD_CLIENT_JOBS_QUANTIZE_MODEL_H_
+#define QUANTD_CLIENT_JOBS_QUANTIZE_MODEL_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/cpp/client_options.h"
+#include "client/jobs/job_events.h"
+#include "client/jobs/quantize_options.h"
+#include "quantd/v1/quantization_service.pb.h"
+
+namespace quantd::jobs {
+
+// The outcome of one tensor of the input. Plain value.
+struct ModelTensor {
+  enum class Result {
+    kQuantized,
+    kCopied,
+    // An earlier run has written its file.
+    kKept,
+    // Has an error in `status`, and is copied if the output is written.
+    kFailed,
+    kNotWritten,
+  };
+
+  std::string name;
+  std::vector<int64_t> shape;
+  // As safetensors calls it, such as "BF16".
+  std::string dtype;
+  Result result = Result::kNotWritten;
+  absl::Status status;
+  // True if the output has the tensor.
+  bool is_written = false;
+  // True if the output has codes of the tensor, also after kKept, or where an
+  // error came behind them.
+  bool is_quantized = false;
+  uint64_t bytes_before = 0;
+  // All that the output has of the tensor; 0 if that is not written.
+  uint64_t bytes_after = 0;
+  // For quantized tensors: format of the codes, ...
+  std::string format;
+  // ... elements that were out of range, and that were not finite, ...
+  uint64_t clipped_low_count = 0;
+  uint64_t clipped_high_count = 0;
+  uint64_t nan_count = 0;
+  uint64_t infinity_count = 0;
+  // ... float16 scales below 2^-20, where that has few numbers, ...
+  uint64_t coarse_scale_count = 0;
+  // ... see v1::QuantizeResponseHeader, ...
+  uint64_t mantissa_bits = 0;
+  // ... true if rounded for the output of the layer, not each element by
+  // itself, ...
+  bool is_compensated = false;
+  // ... then what that makes of the output, ...
+  std::optional<v1::OutputNoise> output_noise;
+  // ... true if importance weighed its errors, ...
+  bool is_weighed = false;
+  // ... and errors, with QuantizeOptions::evaluate.
+  std::optional<v1::ErrorMetrics> metrics;
+};
+
+// What QuantizeModel wrote. Plain value.
+struct QuantizedModel {
+  // In the order of the files.
+  std::vector<ModelTensor> tensors;
+  // Size of the files that have tensors.
+  uint64_t file_bytes = 0;
+};
+
+// Quantizes the tensors of a file, or of the folder of a model, into another,
+// and copies the others, with the bytes that `quantctl quantize` writes. A
+// model may be larger than memory: only the tensors under way are in it. Calls
+// the server over `streams` connections at once. A folder keeps finished
+// shards after an error, and the next call with the same options goes on from
+// there. `events` tells of what the output lacks.
+// Errors: ARGUMENT_INVALID, also if nothing is quantized, once the output has
+// all tensors as they were; CANCELLED after JobEvents::is_stopped; the error of
+// a tensor, without keep_going, and then its file is not written; those of
+// files and of the client.
+absl::StatusOr<QuantizedModel> QuantizeModel(const QuantizeOptions& options,
+                                             const ClientOptions& client,
+                                             const JobEvents& events = {},
+                                             int streams = 2);
+
+}  // namespace quantd::jobs
+
+#endif  // QUANTD_CLIENT_JOBS_QUANTIZE_MODEL_H_
