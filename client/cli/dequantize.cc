@@ -34,7 +34,6 @@
 #include "client/jobs/connections.h"
 #include "client/jobs/errors.h"
 #include "client/jobs/output.h"
-#include "client/jobs/quantize_gguf.h"
 #include "client/models/coded_input.h"
 #include "client/models/compressed_reader.h"
 #include "client/models/plain_input.h"

@@ -1,14 +1,13 @@
-#include <algorithm>
 #include <csignal>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/input_options.h"
@@ -21,17 +20,12 @@
 #include "client/cli/tensor_notes.h"
 #include "client/cli/tensor_options.h"
 #include "client/cli/tie_options.h"
-#include "client/files/mapped_file.h"
 #include "client/files/safetensors.h"
 #include "client/jobs/compressed_scheme.h"
 #include "client/jobs/job_events.h"
-#include "client/jobs/quantize_activations.h"
 #include "client/jobs/quantize_options.h"
-#include "client/jobs/quantize_outcome.h"
-#include "client/jobs/quantize_rounding.h"
 #include "client/jobs/quantize_run.h"
-#include "client/models/spec_syntax.h"
-#include "client/models/tensor_input.h"
+#include "client/jobs/spec_options.h"
 
 namespace quantd::cli {
 namespace {
@@ -149,7 +143,6 @@ void AddRoundingOptions(Command* command, jobs::QuantizeOptions* options) {
 const Option* AddTensorOptions(Command* command,
                                jobs::QuantizeOptions* options) {
   AddRevisionOptions(command, /*required=*/false, &options->name);
-  options->spec.takes_gguf_types = true;
   AddSpecOptions(command, &options->spec);
   AddFilterOptions(command, &options->filter);
   const Option* const store = command->AddFlag(
@@ -230,9 +223,12 @@ class Quantizer {
   void Run() {
     const jobs::QuantizeOptions& options = run_.options();
     const bool is_piped = options.output.IsStandardOutput();
-    if (is_piped) session_.stdout_is_data = true;
-    absl::Status status = run_.Prepare();
+    // A file of specs that cannot be read is an error of usage.
+    absl::Status status = CheckSpecs();
+    if (!status.ok()) return session_.FailUsage(status);
+    status = run_.Prepare();
     if (!status.ok()) return FailEarly(status, &session_);
+    if (is_piped) session_.stdout_is_data = true;
     if (options.store && is_piped) {
       // A reader that closes the pipe is an error then, after which the draft
       // can be deleted.
@@ -253,6 +249,12 @@ class Quantizer {
   }
 
  private:
+  absl::Status CheckSpecs() const {
+    jobs::SpecOptions specs = run_.options().spec;
+    specs.takes_gguf_types = true;
+    return specs.ParseSet().status();
+  }
+
   jobs::JobEvents MakeEvents() {
     jobs::JobEvents events;
     events.on_warning = [this](absl::string_view text) {
@@ -266,10 +268,12 @@ class Quantizer {
       events.on_note = events.on_warning;
       events.on_progress = [this](uint64_t done_bytes, uint64_t total_bytes,
                                   absl::string_view tensor) {
-        if (!progress_.has_value()) {
+        if (done_bytes == 0) {
           progress_.emplace(Progress::Unit::kBytes, /*enabled=*/true);
+        } else if (progress_.has_value()) {
+          progress_->Set(done_bytes, total_bytes, tensor);
+          if (done_bytes == total_bytes) progress_.reset();
         }
-        progress_->Set(done_bytes, total_bytes, tensor);
       };
     }
     events.on_step = [this] {

@@ -6,11 +6,9 @@
 #include <memory>
 #include <set>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
@@ -205,7 +203,7 @@ class RunReport {
       session_.Print(TableText());
       if (plan_.is_complete) session_.Print(SummaryText());
     }
-    for (const jobs::QuantizeNote& note : NotesOf(options_, plan_)) {
+    for (const jobs::QuantizeNote& note : NotesOf(options_, plan_, tensors_)) {
       PrintNote(note);
     }
     if (!totals_.errors.empty()) PrintFailed();
@@ -354,7 +352,8 @@ class RunReport {
     if (note.kind == Kind::kFailure) session_.Note(kServerError);
     std::vector<std::string> lines;
     for (const std::string& line : note.lines) {
-      lines.push_back(absl::StrCat("quantctl: ", line));
+      lines.push_back(absl::StrCat(
+          "quantctl: ", note.kind == Kind::kRuntime ? "warning: " : "", line));
     }
     PrintNotes(lines, &session_);
   }

@@ -3,10 +3,6 @@
 #ifndef QUANTD_CLIENT_CLI_STREAMS_H_
 #define QUANTD_CLIENT_CLI_STREAMS_H_
 
-#include <memory>
-#include <utility>
-#include <vector>
-
 #include "absl/status/statusor.h"
 #include "client/cli/command_line.h"
 #include "client/cli/session.h"

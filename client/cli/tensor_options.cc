@@ -1,24 +1,12 @@
 #include "client/cli/tensor_options.h"
 
-#include <iterator>
 #include <string>
-#include <vector>
 
-#include "absl/status/status.h"
-#include "absl/status/statusor.h"
-#include "absl/strings/match.h"
-#include "absl/strings/str_cat.h"
-#include "absl/strings/string_view.h"
 #include "client/cli/command_line.h"
-#include "client/cli/session.h"
-#include "client/cpp/errors.h"
-#include "client/cpp/tensor.h"
-#include "client/files/safetensors.h"
 #include "client/jobs/revision_name.h"
 #include "client/jobs/spec_options.h"
 #include "client/jobs/tensor_filter.h"
 #include "client/models/spec_syntax.h"
-#include "client/models/tensor_input.h"
 
 namespace quantd::cli {
 void AddFilterOptions(Command* command, jobs::TensorFilter* filter) {

@@ -3,22 +3,12 @@
 #ifndef QUANTD_CLIENT_CLI_TENSOR_OPTIONS_H_
 #define QUANTD_CLIENT_CLI_TENSOR_OPTIONS_H_
 
-#include <cstdint>
 #include <string>
-#include <vector>
 
-#include "absl/status/status.h"
-#include "absl/status/statusor.h"
-#include "absl/strings/string_view.h"
 #include "client/cli/command_line.h"
-#include "client/cli/session.h"
-#include "client/cpp/tensor.h"
-#include "client/files/safetensors.h"
 #include "client/jobs/revision_name.h"
 #include "client/jobs/spec_options.h"
 #include "client/jobs/tensor_filter.h"
-#include "client/models/spec_syntax.h"
-#include "client/models/tensor_input.h"
 
 namespace quantd::cli {
 

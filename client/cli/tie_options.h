@@ -13,7 +13,6 @@
 #include "client/cli/session.h"
 #include "client/cpp/client.h"
 #include "client/cpp/tensor.h"
-#include "client/files/safetensors.h"
 #include "client/jobs/file_ties.h"
 #include "client/jobs/revision_name.h"
 #include "client/models/tie_groups.h"

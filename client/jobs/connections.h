@@ -7,22 +7,33 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
+#include "absl/status/statusor.h"
 #include "client/cpp/client.h"
 
 namespace quantd::jobs {
+
+constexpr int kMostConnections = 64;
 
 // Every stream has a connection of its own, so that several replicas behind one
 // name are busy too.
 class Connections {
  public:
-  explicit Connections(std::vector<std::unique_ptr<Client>> clients)
-      : clients_(std::move(clients)) {}
+  // Connects `count` times.
+  // Errors: ARGUMENT_INVALID for a count below 1 or above kMostConnections;
+  // those of `connect`.
+  static absl::StatusOr<Connections> Open(
+      int count,
+      absl::FunctionRef<absl::StatusOr<std::unique_ptr<Client>>()> connect);
 
   // The clients for the engine; valid while this lives.
   std::vector<Client*> clients() const;
   Client* first() const { return clients_[0].get(); }
 
  private:
+  explicit Connections(std::vector<std::unique_ptr<Client>> clients)
+      : clients_(std::move(clients)) {}
+
   std::vector<std::unique_ptr<Client>> clients_;
 };
 

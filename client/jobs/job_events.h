@@ -6,27 +6,30 @@
 #include <cstdint>
 #include <functional>
 
+#include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "client/files/safetensors.h"
 
 namespace quantd::jobs {
 
-// Each may be empty. No two run at once.
+// Each may be empty. No two of those with a name on_... run at once.
 struct JobEvents {
-  // A line for people: what the output does not have and need not have, ...
+  // A line for people on what the output does not have, and need not have.
   std::function<void(absl::string_view text)> on_note = {};
-  // ... and what it may lack.
+  // A line for people on what the output may lack.
   std::function<void(absl::string_view text)> on_warning = {};
   // A tensor of the input that is not read, so that the output lacks it.
   std::function<void(const files::UnreadTensor& tensor)> on_unread = {};
-  // A tensor is done: `done_bytes` out of `total_bytes` of all tensors.
+  // A tensor is done or has failed: `done_bytes` out of the `total_bytes` that
+  // this run quantizes. The first call, with an empty name, is before them all.
   std::function<void(uint64_t done_bytes, uint64_t total_bytes,
                      absl::string_view tensor)>
       on_progress = {};
-  // A file of the output is in its place, or the encodings are published.
+  // The output begins, has another file, or has its encodings published or not.
   std::function<void()> on_step = {};
-  // True ends the job as soon as no tensor is under way: its error is
-  // CANCELLED. Called from several threads.
+  // True ends the job as soon as no tensor is under way, without the file that
+  // is being written: its error is CANCELLED. Called from several threads at
+  // once.
   std::function<bool()> is_stopped = {};
 
   void Note(absl::string_view text) const {
@@ -39,6 +42,10 @@ struct JobEvents {
     if (on_step) on_step();
   }
   bool stopped() const { return is_stopped && is_stopped(); }
+  // Errors: CANCELLED if the job is to end.
+  absl::Status CheckStopped() const {
+    return stopped() ? absl::CancelledError("stopped") : absl::OkStatus();
+  }
 };
 
 // Counts the bytes that are done, for on_progress. Not thread-safe.
@@ -46,7 +53,9 @@ class JobProgress {
  public:
   // `events` must stay.
   JobProgress(uint64_t total_bytes, const JobEvents& events)
-      : total_bytes_(total_bytes), events_(events) {}
+      : total_bytes_(total_bytes), events_(events) {
+    if (total_bytes > 0) Add(0, "");
+  }
 
   // Notes that `bytes` of a tensor are done.
   void Add(uint64_t bytes, absl::string_view tensor) {

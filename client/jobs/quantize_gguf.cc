@@ -58,6 +58,7 @@ class GgufOutput {
     // First what needs a server, which may not be there.
     if (status.ok() && !tasks_.empty()) status = Quantize(server, progress);
     if (status.ok() && !plan_.AnyFailed(shard_)) status = MakeBlocks(progress);
+    if (status.ok()) status = events_.CheckStopped();
     if (!status.ok() || plan_.AnyFailed(shard_)) return status;
     shard_.rounded_count =
         std::count(is_rounded_.begin(), is_rounded_.end(), uint8_t{true});
@@ -167,6 +168,7 @@ class GgufOutput {
   // Writes what is not quantized.
   absl::Status Copy() {
     for (const size_t index : copied_) {
+      if (absl::Status s = events_.CheckStopped(); !s.ok()) return s;
       const files::FileTensor& tensor = shard_.input.tensors()[index];
       const std::shared_ptr<const void> hold = tensor.Hold();
       const auto blocks = shard_.input.blocks().find(tensor.name);
@@ -183,6 +185,7 @@ class GgufOutput {
   // Writes the blocks that are made here.
   absl::Status MakeBlocks(JobProgress* progress) {
     for (const size_t index : made_) {
+      if (absl::Status s = events_.CheckStopped(); !s.ok()) return s;
       const files::FileTensor& tensor = shard_.input.tensors()[index];
       Outcome& outcome = plan_.outcomes.at(tensor.name);
       v1::ErrorMetrics metrics;

@@ -1,16 +1,20 @@
 #include "client/jobs/quantize_model.h"
 
+#include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "client/cpp/client.h"
 #include "client/cpp/client_options.h"
 #include "client/cpp/errors.h"
+#include "client/files/safetensors.h"
 #include "client/jobs/connections.h"
 #include "client/jobs/job_events.h"
 #include "client/jobs/model_tensors.h"
@@ -22,34 +26,25 @@
 namespace quantd::jobs {
 namespace {
 
-absl::StatusOr<Connections> ConnectAll(const ClientOptions& options,
-                                       int count) {
-  if (count < 1) {
-    return ArgumentInvalidError(
-        absl::StrCat("expected at least one stream, got ", count));
-  }
-  std::vector<std::unique_ptr<Client>> clients;
-  for (int i = 0; i < count; ++i) {
-    absl::StatusOr<std::unique_ptr<Client>> client = Client::Connect(options);
-    if (!client.ok()) return client.status();
-    clients.push_back(*std::move(client));
-  }
-  return Connections(std::move(clients));
-}
-
-// The error of the first tensor that failed; OK where there is none, or the
-// output has all others.
+// The error of the first tensor that failed, and how many more there are; OK
+// where there is none, or the output has all others.
 absl::Status FailureOf(const QuantizeOptions& options,
                        const std::vector<ModelTensor>& tensors) {
-  if (options.keep_going) return absl::OkStatus();
-  for (const ModelTensor& tensor : tensors) {
-    if (!tensor.status.ok()) {
-      return absl::Status(
-          tensor.status.code(),
-          absl::StrCat(tensor.status.message(), ", in tensor ", tensor.name));
-    }
-  }
-  return absl::OkStatus();
+  const auto has_failed = [](const ModelTensor& tensor) {
+    return !tensor.status.ok();
+  };
+  const auto first = absl::c_find_if(tensors, has_failed);
+  if (options.keep_going || first == tensors.end()) return absl::OkStatus();
+  const int64_t count = absl::c_count_if(tensors, has_failed);
+  absl::Status status(
+      first->status.code(),
+      absl::StrCat(first->status.message(), ", in tensor ", first->name,
+                   count > 1 ? absl::StrCat(" and ", count - 1, " more") : ""));
+  first->status.ForEachPayload(
+      [&status](absl::string_view url, const absl::Cord& payload) {
+        status.SetPayload(url, payload);
+      });
+  return status;
 }
 
 }  // namespace
@@ -60,7 +55,11 @@ absl::StatusOr<QuantizedModel> QuantizeModel(const QuantizeOptions& options,
                                              int streams) {
   QuantizeRun run(
       options, client.target,
-      [&client, streams] { return ConnectAll(client, streams); }, events);
+      [&client, streams] {
+        return Connections::Open(streams,
+                                 [&client] { return Client::Connect(client); });
+      },
+      events);
   absl::Status status = run.Prepare();
   if (status.ok()) status = run.Write();
   if (!status.ok()) return status;
@@ -68,16 +67,13 @@ absl::StatusOr<QuantizedModel> QuantizeModel(const QuantizeOptions& options,
   model.tensors = TensorsOf(run.plan());
   status = FailureOf(options, model.tensors);
   if (!status.ok()) return status;
-  for (const QuantizeNote& note : NotesOf(run.options(), run.plan())) {
-    const bool is_expected = note.kind == QuantizeNote::Kind::kExpected;
-    for (const std::string& line : note.lines) {
-      is_expected ? events.Note(line) : events.Warn(line);
-    }
-  }
   if (run.plan().QuantizedNothing()) {
     return ArgumentInvalidError(NothingQuantizedText(options));
   }
+  model.notes = NotesOf(run.options(), run.plan(), model.tensors);
   for (const std::unique_ptr<Shard>& shard : run.plan().shards) {
+    const std::vector<files::UnreadTensor>& unread = shard->input.unread();
+    model.unread.insert(model.unread.end(), unread.begin(), unread.end());
     model.file_bytes += shard->file_bytes;
   }
   return model;

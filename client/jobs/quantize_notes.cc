@@ -9,7 +9,6 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "client/jobs/importance.h"
-#include "client/jobs/model_tensors.h"
 #include "client/jobs/quantize_model.h"
 #include "client/jobs/quantize_options.h"
 #include "client/jobs/quantize_plan.h"
@@ -25,8 +24,9 @@ class Notes {
  public:
   using Kind = QuantizeNote::Kind;
 
-  Notes(const QuantizeOptions& options, const QuantizePlan& plan)
-      : options_(options), plan_(plan), tensors_(TensorsOf(plan)) {}
+  Notes(const QuantizeOptions& options, const QuantizePlan& plan,
+        const std::vector<ModelTensor>& tensors)
+      : options_(options), plan_(plan), tensors_(tensors) {}
 
   std::vector<QuantizeNote> Collect() {
     AddNotFinite();
@@ -169,8 +169,8 @@ class Notes {
                   ? absl::StrCat(" and ", CountText(count - 1), " more tensors")
                   : "")});
     }
-    for (const std::string& warning : RuntimeWarnings(plan_)) {
-      Add(Kind::kWarning, {absl::StrCat("warning: ", warning)});
+    for (std::string& warning : RuntimeWarnings(plan_)) {
+      Add(Kind::kRuntime, {std::move(warning)});
     }
   }
 
@@ -206,15 +206,16 @@ class Notes {
 
   const QuantizeOptions& options_;
   const QuantizePlan& plan_;
-  const std::vector<ModelTensor> tensors_;
+  const std::vector<ModelTensor>& tensors_;
   std::vector<QuantizeNote> notes_;
 };
 
 }  // namespace
 
 std::vector<QuantizeNote> NotesOf(const QuantizeOptions& options,
-                                  const QuantizePlan& plan) {
-  return Notes(options, plan).Collect();
+                                  const QuantizePlan& plan,
+                                  const std::vector<ModelTensor>& tensors) {
+  return Notes(options, plan, tensors).Collect();
 }
 
 std::string NothingQuantizedText(const QuantizeOptions& options) {

@@ -6,30 +6,17 @@
 #include <string>
 #include <vector>
 
+#include "client/jobs/quantize_model.h"
 #include "client/jobs/quantize_options.h"
 #include "client/jobs/quantize_plan.h"
 
 namespace quantd::jobs {
 
-// Lines of one kind.
-struct QuantizeNote {
-  enum class Kind {
-    // As the options and the layout of the output have it.
-    kExpected,
-    // The output is worse than one may think.
-    kWarning,
-    // Something did not happen that was asked for by name.
-    kFailure,
-  };
-
-  Kind kind;
-  // One line for each tensor, or one for all.
-  std::vector<std::string> lines;
-};
-
 // The notes on a run that wrote what it could.
+// `tensors`  of TensorsOf.
 std::vector<QuantizeNote> NotesOf(const QuantizeOptions& options,
-                                  const QuantizePlan& plan);
+                                  const QuantizePlan& plan,
+                                  const std::vector<ModelTensor>& tensors);
 
 // The note on an output without codes.
 std::string NothingQuantizedText(const QuantizeOptions& options);

@@ -30,11 +30,12 @@ struct RoundingOptions {
 // quantize`.
 struct QuantizeOptions {
   std::string input;
+  // -o and --force. With "-" the file goes to standard output.
   OutputOptions output;
-  // Its model is by default the name of the input.
+  // --model, by default the name of the input, and --revision.
   RevisionName name;
-  // May have types of GGUF.
-  SpecOptions spec = {{}, /*takes_gguf_types=*/true};
+  // May have types of GGUF, such as q4_K.
+  SpecOptions spec;
   TensorFilter filter;
   // Empty for that of the scheme, or "quantd".
   std::string layout;
@@ -45,7 +46,7 @@ struct QuantizeOptions {
   // Nothing for the default.
   std::optional<std::vector<std::string>> ignore;
   std::string metadata;
-  // Keeps the encodings on the server, under `name`.
+  // Keeps the encodings on the server, under `name`; false even with a model.
   bool store = false;
   std::string nan_policy;
   TieFlags ties;
@@ -63,6 +64,8 @@ struct QuantizeOptions {
   std::optional<std::string> part;
   bool join = false;
 
+  // The functions are for QuantizeRun::options(), where the scheme has set the
+  // layout.
   // True if the output is a compressed-tensors model.
   bool IsCompressed() const { return !layout.empty() && layout != "quantd"; }
   // The `packs_all` of CompressedModel.

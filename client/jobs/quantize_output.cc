@@ -60,9 +60,10 @@ struct TensorPlace {
 // One file. Not thread-safe.
 class Output {
  public:
-  Output(const QuantizeOptions& options, const Target& target,
-         QuantizePlan* plan)
+  Output(const QuantizeOptions& options, const JobEvents& events,
+         const Target& target, QuantizePlan* plan)
       : options_(options),
+        events_(events),
         target_(target),
         shard_(*target.shard),
         plan_(*plan) {}
@@ -83,6 +84,7 @@ class Output {
     status = options_.join ? TakeParts() : Quantize(server, progress);
     copier.join();
     status.Update(copy_status);
+    if (status.ok()) status = events_.CheckStopped();
     if (!status.ok()) return status;
     const bool has_failed = plan_.AnyFailed(shard_);
     if (has_failed && !options_.keep_going) return absl::OkStatus();
@@ -377,6 +379,7 @@ class Output {
   }
 
   const QuantizeOptions& options_;
+  const JobEvents& events_;
   const Target& target_;
   Shard& shard_;
   QuantizePlan& plan_;
@@ -395,10 +398,10 @@ class Output {
 }  // namespace
 
 absl::Status WriteSafetensors(const QuantizeOptions& options,
-                              const Target& target, QuantizeServer* server,
-                              QuantizeFolder* folder, QuantizePlan* plan,
-                              JobProgress* progress) {
-  return Output(options, target, plan).Write(server, folder, progress);
+                              const JobEvents& events, const Target& target,
+                              QuantizeServer* server, QuantizeFolder* folder,
+                              QuantizePlan* plan, JobProgress* progress) {
+  return Output(options, events, target, plan).Write(server, folder, progress);
 }
 
 }  // namespace quantd::jobs

@@ -19,9 +19,9 @@ namespace quantd::jobs {
 // file, and the shard is not marked as written. Errors: of files; those that
 // end the run.
 absl::Status WriteSafetensors(const QuantizeOptions& options,
-                              const Target& target, QuantizeServer* server,
-                              QuantizeFolder* folder, QuantizePlan* plan,
-                              JobProgress* progress);
+                              const JobEvents& events, const Target& target,
+                              QuantizeServer* server, QuantizeFolder* folder,
+                              QuantizePlan* plan, JobProgress* progress);
 
 }  // namespace quantd::jobs
 

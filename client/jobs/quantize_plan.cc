@@ -346,8 +346,7 @@ absl::Status FindBlocks(const QuantizeOptions& options,
     const bool is_left_out =
         *is_copied && IsNamed(options, plan->specs, tensor.name);
     auto& said = is_left_out ? plan->left_out_notes : plan->notes;
-    said.push_back(
-        absl::StrCat(NoWholeBlocksText(spec, tensor, *type, "copied")));
+    said.push_back(NoWholeBlocksText(spec, tensor, *type, "copied"));
   }
   if (*is_copied) return absl::OkStatus();
   return files::CheckGgufEntry(options.output.path,

@@ -35,15 +35,16 @@
 namespace quantd::jobs {
 namespace {
 
+// `what`  the option, for people.
 // Errors: ARGUMENT_INVALID if `value` is none of `values`, and not empty.
-absl::Status CheckOneOf(absl::string_view option, absl::string_view value,
+absl::Status CheckOneOf(absl::string_view what, absl::string_view value,
                         const std::vector<absl::string_view>& values) {
   if (value.empty() || absl::c_linear_search(values, value)) {
     return absl::OkStatus();
   }
   return ArgumentInvalidError(absl::StrCat("expected one of ",
                                            absl::StrJoin(values, ", "), " as ",
-                                           option, ", got \"", value, "\""));
+                                           what, ", got \"", value, "\""));
 }
 
 // Checks the options that have one of some values, or none.
@@ -74,6 +75,7 @@ QuantizeRun::QuantizeRun(QuantizeOptions options, std::string server,
 
 absl::Status QuantizeRun::Resolve() {
   if (absl::Status s = CheckValues(options_); !s.ok()) return s;
+  options_.spec.takes_gguf_types = true;
   const bool has_model = !options_.name.model.empty();
   if (!has_model) options_.name.model = FileStem(options_.input);
   if (!options_.inputs.text.empty()) {
@@ -118,9 +120,7 @@ absl::Status QuantizeRun::Write() {
     if (!unchanged.ok()) status = unchanged;
     // The output may be whole by now, but whoever stopped the run may not keep
     // it.
-    if (status.ok() && events_.stopped()) {
-      status = absl::CancelledError("stopped");
-    }
+    if (status.ok()) status = events_.CheckStopped();
     if (status.ok()) status = Publish();
   }
   DropDraft();
@@ -190,11 +190,12 @@ absl::Status QuantizeRun::WriteTargets(QuantizeFolder* folder,
   JobProgress progress(total_bytes, events_);
   for (const Target& target : plan_.targets) {
     if (target.IsDone()) continue;
+    if (absl::Status s = events_.CheckStopped(); !s.ok()) return s;
     const absl::Status status =
         options_.IsGguf()
             ? WriteGguf(options_, events_, server_.get(), &plan_, &progress)
-            : WriteSafetensors(options_, target, server_.get(), folder, &plan_,
-                               &progress);
+            : WriteSafetensors(options_, events_, target, server_.get(), folder,
+                               &plan_, &progress);
     if (!status.ok() || !target.shard->is_written) return status;
     events_.Step();
   }

@@ -16,7 +16,6 @@
 #include "client/jobs/quantize_options.h"
 #include "client/jobs/quantize_plan.h"
 #include "client/jobs/quantize_server.h"
-#include "client/models/spec_syntax.h"
 
 namespace quantd::jobs {
 

@@ -116,7 +116,7 @@ absl::Status QuantizeServer::Quantize(const TensorSink& sink,
     absl::MutexLock lock(&mutex_);
     stored_count_ += result.ok() && options_.store ? 1 : 0;
     progress->Add(task.tensor->data.size(), task.tensor->name);
-    return events_.stopped() ? absl::CancelledError("stopped") : status;
+    return status.ok() ? events_.CheckStopped() : status;
   };
   return engine_.Run(work);
 }

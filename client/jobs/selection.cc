@@ -246,7 +246,7 @@ std::string CastCodesText(const TensorInput& input) {
   const auto& found = input.onnx_cast_codes();
   if (found.empty()) return "";
   return absl::StrCat(
-      "note: the model makes floats of the integers ", found[0].codes,
+      "the model makes floats of the integers ", found[0].codes,
       " by a Cast and a Mul with ", found[0].scales,
       found.size() == 1
           ? ""

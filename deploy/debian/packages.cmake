@@ -98,7 +98,7 @@ set(CPACK_COMPONENT_DEV_DESCRIPTION
     "C++ client of the quantization service quantd\nLibraries, headers and protos.")
 set(CPACK_DEBIAN_DEV_PACKAGE_SECTION libdevel)
 set(CPACK_DEBIAN_DEV_PACKAGE_DEPENDS
-    "libabsl-dev, libgrpc++-dev, libprotobuf-dev, libre2-dev, libxxhash-dev")
+    "libabsl-dev, libgrpc++-dev, libprotobuf-dev, libre2-dev, libxxhash-dev, pkg-config")
 
 set(CPACK_DEBIAN_PYTHON_PACKAGE_NAME python3-quantd)
 set(CPACK_COMPONENT_PYTHON_DESCRIPTION

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
@@ -18,6 +19,7 @@
 #include "client/jobs/quantize_options.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/support/onnx_bytes.h"
 #include "tests/support/temporary_directory.h"
 
 namespace quantd::jobs {
@@ -92,7 +94,8 @@ TEST_F(QuantizeModelTest, WritesTheFileAndTellsOfEveryTensor) {
   ASSERT_TRUE(written.ok()) << written.status();
   EXPECT_EQ(written->tensors().size(), 2U);
   EXPECT_THAT(progress_,
-              ElementsAre(std::make_pair(std::string("a.weight"), 4096U)));
+              ElementsAre(std::make_pair(std::string(), 0U),
+                          std::make_pair(std::string("a.weight"), 4096U)));
   EXPECT_THAT(notes_, ElementsAre(HasSubstr("gets no metadata of a model")));
 }
 
@@ -125,7 +128,7 @@ TEST_F(QuantizeModelTest, WhatIsWrongIsSaidBeforeAnythingIsWritten) {
   expect("FILE_UNREADABLE");
   options_.output.path = directory_.File("m2.safetensors");
   options_.spec.specs = {"int8"};
-  expect("expected at least one stream, got 0", 0);
+  expect("expected 1 to 64 streams, got 0", 0);
   options_.output.path = directory_.File("m2.safetensors");
   options_.spec.specs = {"int8"};
   expect("SERVER_UNREACHABLE");
@@ -136,11 +139,43 @@ TEST_F(QuantizeModelTest, ItIsAnErrorIfNothingIsQuantized) {
   options_.filter.include = {"a.bias"};
   options_.filter.all = true;
   EXPECT_THAT(Error(), HasSubstr("nothing is quantized"));
+  EXPECT_TRUE(std::filesystem::exists(options_.output.path));
+}
+
+TEST_F(QuantizeModelTest, TensorsThatAreNotReadAreTold) {
+  options_.input = directory_.Write(
+      "m.onnx",
+      testing::OnnxModelOf(absl::StrCat(
+          testing::OnnxInitializer("text", 8, {1}, testing::BytesField(6, "x")),
+          testing::OnnxInitializer(
+              "w", 1, {4, 256},
+              testing::BytesField(9, std::string(4096, '\0'))))));
+  std::vector<std::string> unread;
+  events_.on_unread = [&](const files::UnreadTensor& tensor) {
+    unread.push_back(tensor.name);
+  };
+  EXPECT_THAT(Error(), HasSubstr("1 tensors are not read"));
+  EXPECT_THAT(unread, ElementsAre("text"));
+}
+
+TEST_F(QuantizeModelTest, NotesTellOfWhatWasAskedForAndDidNotHappen) {
+  options_.filter.all = true;
+  options_.spec.specs = {"q4_K", "a.bias=q4_K"};
+  const absl::StatusOr<QuantizedModel> model = Run();
+  ASSERT_TRUE(model.ok()) << model.status();
+  ASSERT_EQ(model->notes.size(), 2U);
+  for (const QuantizeNote& note : model->notes) {
+    EXPECT_EQ(note.kind, QuantizeNote::Kind::kFailure);
+  }
+  EXPECT_THAT(model->notes[0].lines, ElementsAre(HasSubstr("tensor a.bias: ")));
+  EXPECT_THAT(model->notes[1].lines,
+              ElementsAre("1 tensors that were asked for are copied"));
 }
 
 TEST_F(QuantizeModelTest, ACallerMayStopIt) {
   events_.is_stopped = [] { return true; };
   EXPECT_THAT(Error(), HasSubstr("CANCELLED"));
+  EXPECT_FALSE(std::filesystem::exists(options_.output.path));
 }
 
 }  // namespace
