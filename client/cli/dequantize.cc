@@ -36,6 +36,7 @@
 #include "client/jobs/output.h"
 #include "client/models/coded_input.h"
 #include "client/models/compressed_reader.h"
+#include "client/models/element_counter.h"
 #include "client/models/plain_input.h"
 #include "client/models/quantized_checkpoint.h"
 #include "client/models/quantized_layout.h"
@@ -74,30 +75,13 @@ struct DequantizeOutcome {
   uint64_t infinity_count = 0;
 };
 
-// Counts the infinite elements of an output that comes in pieces, some of them
-// more than once. Not thread-safe.
-class InfinityCounter {
- public:
-  explicit InfinityCounter(files::Dtype dtype) : dtype_(dtype) {}
-
-  // See Sink.
-  void Add(uint64_t offset_bytes, absl::Span<const uint8_t> bytes) {
-    const uint64_t end_bytes = offset_bytes + bytes.size();
-    if (end_bytes <= end_bytes_) return;
-    if (offset_bytes < end_bytes_) {
-      bytes.remove_prefix(static_cast<size_t>(end_bytes_ - offset_bytes));
-    }
-    end_bytes_ = end_bytes;
-    count_ += files::CountInfinities(dtype_, bytes);
-  }
-
-  uint64_t count() const { return count_; }
-
- private:
-  const files::Dtype dtype_;
-  uint64_t end_bytes_ = 0;
-  uint64_t count_ = 0;
-};
+// Counts the infinite elements of an output.
+ElementCounter InfinityCounter(files::Dtype dtype) {
+  return {static_cast<size_t>(files::DtypeSizeBytes(dtype)),
+          [dtype](absl::Span<const uint8_t> elements) {
+            return files::CountInfinities(dtype, elements);
+          }};
+}
 
 // Places all tensors behind a header with the metadata that the input has when
 // nothing in it is quantized.
@@ -261,7 +245,7 @@ class Dequantizer {
     size_t place = 0;
     for (const files::CodedTensor& tensor : coded_) {
       if (!status.ok()) return status;
-      InfinityCounter infinities(tensor.dtype);
+      ElementCounter infinities = InfinityCounter(tensor.dtype);
       status = Decode(
           tensor, [&](uint64_t offset_bytes, absl::Span<const uint8_t> bytes) {
             infinities.Add(offset_bytes, bytes);
@@ -560,9 +544,9 @@ class Dequantizer {
     absl::Mutex mutex;
     // Keep the codes of the tensors under way in memory.
     std::vector<std::shared_ptr<const void>> holds(tensors_.size());
-    std::vector<InfinityCounter> infinities;
+    std::vector<ElementCounter> infinities;
     for (const QuantizedTensor& tensor : tensors_) {
-      infinities.emplace_back(DtypeOf(tensor.element_type));
+      infinities.push_back(InfinityCounter(DtypeOf(tensor.element_type)));
     }
     internal::DequantizeEngine::Work work;
     work.count = tensors_.size();

@@ -17,6 +17,7 @@
 #include "client/cpp/errors.h"
 #include "client/jobs/errors.h"
 #include "client/jobs/job_events.h"
+#include "client/models/element_counter.h"
 #include "client/models/tensor_input.h"
 #include "client/models/tie_groups.h"
 #include "client/models/two_passes.h"
@@ -37,12 +38,12 @@ v1::NanPolicy NanPolicyOf(absl::string_view text) {
 // How many float16 scales are so small, below 2^-20, that rounding them up to
 // the next one makes them larger by a sixteenth or more: reals of their blocks
 // may be lost. Blocks of zeros have scale 1.
+// Requires: whole scales.
 uint64_t CountCoarse(absl::Span<const uint8_t> scales) {
   // Bits are in units of 2^-24 up to 2^-14.
   constexpr uint16_t kFinerFrom = 16;
   uint64_t count = 0;
-  for (size_t i = 0; i + sizeof(uint16_t) <= scales.size();
-       i += sizeof(uint16_t)) {
+  for (size_t i = 0; i < scales.size(); i += sizeof(uint16_t)) {
     uint16_t bits;
     std::memcpy(&bits, scales.data() + i, sizeof(bits));
     count += bits < kFinerFrom ? 1 : 0;
@@ -172,11 +173,11 @@ void QuantizeServer::SetSinks(const TensorSink& sink, size_t i,
   if (sink.set_sinks) sink.set_sinks(i, job);
   Sink& scale = job->scale_sinks.scale;
   if (!scale || task.spec.scale_type() != v1::SCALE_TYPE_FLOAT16) return;
-  scale = [write = std::move(scale), outcome = task.outcome](
-              uint64_t offset_bytes, absl::Span<const uint8_t> bytes) {
-    // A retry begins anew.
-    if (offset_bytes == 0) outcome->coarse_scale_count = 0;
-    outcome->coarse_scale_count += CountCoarse(bytes);
+  scale = [write = std::move(scale), outcome = task.outcome,
+           counter = ElementCounter(sizeof(uint16_t), CountCoarse)](
+              uint64_t offset_bytes, absl::Span<const uint8_t> bytes) mutable {
+    counter.Add(offset_bytes, bytes);
+    outcome->coarse_scale_count = counter.count();
     return write(offset_bytes, bytes);
   };
 }
