@@ -11,8 +11,11 @@
 #include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "client/cpp/element_bytes.h"
@@ -152,6 +155,28 @@ class ModuleReader {
     return found != object.end() && found->is_string()
                ? found->get<std::string>()
                : "";
+  }
+
+  // Empty where there are no two integers; older versions wrote "128x128".
+  static std::vector<int64_t> BlockStructureOf(const files::Json& scheme) {
+    const auto found = scheme.find("block_structure");
+    if (found == scheme.end()) return {};
+    if (found->is_array() && found->size() == 2 &&
+        (*found)[0].is_number_integer() && (*found)[1].is_number_integer()) {
+      return {(*found)[0].get<int64_t>(), (*found)[1].get<int64_t>()};
+    }
+    std::vector<int64_t> sizes;
+    if (!found->is_string()) return sizes;
+    for (const absl::string_view text :
+         absl::StrSplit(found->get_ref<const std::string&>(), 'x')) {
+      int64_t size = 0;
+      if (text.empty() || !absl::c_all_of(text, absl::ascii_isdigit) ||
+          !absl::SimpleAtoi(text, &size)) {
+        return {};
+      }
+      sizes.push_back(size);
+    }
+    return sizes.size() == 2 ? sizes : std::vector<int64_t>();
   }
 
   absl::Status SetIntegers(int bits, QuantizedTensor* tensor) {
@@ -346,13 +371,10 @@ class ModuleReader {
                rank == 2) {
       block = {1, IntegerOf(scheme, "group_size", 0)};
     } else if (strategy == "block" && rank == 2) {
-      const auto found = scheme.find("block_structure");
-      if (found == scheme.end() || !found->is_array() || found->size() != 2 ||
-          !(*found)[0].is_number_integer() ||
-          !(*found)[1].is_number_integer()) {
+      block = BlockStructureOf(scheme);
+      if (block.empty()) {
         return Malformed(module, "expected a block_structure of two integers");
       }
-      block = {(*found)[0].get<int64_t>(), (*found)[1].get<int64_t>()};
     } else if (strategy != "tensor" && !strategy.empty()) {
       return files::FileUnsupportedError(
           path_, absl::StrCat("module \"", module, "\": strategy \"", strategy,

@@ -29,6 +29,8 @@ _CACHE_SCALES = {".k_proj": ".k_scale", ".v_proj": ".v_scale"}
 
 
 _SECTIONS = ("quantization_config", "compression_config")
+# Sizes of a block as text.
+_BLOCK = re.compile("[0-9]{1,9}x[0-9]{1,9}")
 # Keys under which a config.json may have that of a language model.
 _MODELS = ("text_config", "llm_config", "language_config")
 
@@ -345,6 +347,9 @@ class Model:
             sizes = (1, scheme.get("group_size"))
         elif strategy == "block" and len(shape) == 2:
             sizes = scheme.get("block_structure")
+            # As older versions wrote it.
+            if isinstance(sizes, str) and _BLOCK.fullmatch(sizes):
+                sizes = [int(size) for size in sizes.split("x")]
         elif strategy != "tensor":
             raise _files.unsupported(
                 self._path, f"module {module!r}: strategy {strategy!r} of a "
