@@ -69,7 +69,7 @@ struct DequantizeOutcome {
   uint64_t input_bytes = 0;
   uint64_t output_bytes = 0;
   absl::Status status;
-  // See QuantizedTensor.
+  // See QuantizedTensor and files::CodedTensor.
   std::string note;
   // Infinities of the output: its type may be too narrow, or a code infinity.
   uint64_t infinity_count = 0;
@@ -338,6 +338,7 @@ class Dequantizer {
     outcome.output_bytes =
         static_cast<uint64_t>(tensor.row_count() * tensor.row_bytes());
     outcome.infinity_count = infinity_count;
+    outcome.note = tensor.note;
     outcomes_.push_back(std::move(outcome));
   }
 

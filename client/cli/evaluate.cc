@@ -497,8 +497,9 @@ absl::Status EvaluateAll(
 }
 
 // A file of plain tensors; with `decodes` also of what other programs
-// quantized, as floats.
-absl::StatusOr<TensorInput> OpenInput(const std::string& path, bool decodes) {
+// quantized, as floats, on which there may be notes.
+absl::StatusOr<TensorInput> OpenInput(const std::string& path, bool decodes,
+                                      std::vector<std::string>* notes) {
   absl::StatusOr<TensorInput> input = TensorInput::Open(path);
   if (!input.ok()) return input;
   const absl::Status plain = CheckPlain(*input, path);
@@ -511,6 +512,9 @@ absl::StatusOr<TensorInput> OpenInput(const std::string& path, bool decodes) {
   TensorInput decoded = Decoded(*std::move(input), *coded);
   const absl::Status status = CheckNoCodes(decoded, path);
   if (!status.ok()) return status;
+  for (const std::string& note : NotesOf(*coded)) {
+    notes->push_back(absl::StrCat(path, ": ", note));
+  }
   return decoded;
 }
 
@@ -523,15 +527,16 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
     return session->FailUsage(ArgumentInvalidError(
         "expected --tie and --no-ties with specs, got --reference"));
   }
+  std::vector<std::string> input_notes;
   const absl::StatusOr<TensorInput> input =
-      OpenInput(options.input, /*decodes=*/compares);
+      OpenInput(options.input, /*decodes=*/compares, &input_notes);
   if (!input.ok()) return session->Fail(input.status());
   ReportUnread(*input, options.filter, session);
 
   std::optional<TensorInput> reference;
   if (compares) {
     absl::StatusOr<TensorInput> opened =
-        OpenInput(options.reference, /*decodes=*/true);
+        OpenInput(options.reference, /*decodes=*/true, &input_notes);
     if (!opened.ok()) return session->Fail(opened.status());
     reference.emplace(*std::move(opened));
   }
@@ -588,6 +593,9 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
   };
   std::vector<TensorError> errors;
   std::vector<std::string> notes;
+  for (const std::string& note : input_notes) {
+    notes.push_back(absl::StrCat("quantctl: ", note));
+  }
   const auto note_not_finite = [&](const files::FileTensor& tensor,
                                    const v1::ErrorMetrics& metrics) {
     if (metrics.non_finite_count() == 0) return;
@@ -678,6 +686,7 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
     return session->PrintJson({{"input", options.input},
                                {"retries", session->retries()},
                                {"left_out", left_out},
+                               {"notes", input_notes},
                                {"tensors", list}});
   }
   session->Print(table.Render(StdoutHasStyle()));

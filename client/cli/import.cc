@@ -336,6 +336,9 @@ void ImportCheckpoint(const ImportOptions& options, Session* session) {
   if (client == nullptr) return;
   ImportByTensor imported(options, client.get());
   for (const files::CodedTensor& tensor : *tensors) {
+    if (!tensor.note.empty()) {
+      imported.AddLoss(tensor.name, tensor.note, /*left_out=*/false);
+    }
     const absl::StatusOr<Encoding> encoding = EncodingOf(tensor, options.file);
     if (!encoding.ok()) {
       imported.AddLoss(tensor.name, ErrorText(encoding.status()),

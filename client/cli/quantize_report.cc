@@ -237,6 +237,7 @@ class RunReport {
                         {"no_linear", plan_.no_linear},
                         {"conv1d", plan_.conv1d},
                         {"warnings", RuntimeWarnings(plan_)},
+                        {"notes", plan_.input_notes},
                         {"retries", session_.retries()},
                         {"tensors", list}});
   }

@@ -84,6 +84,8 @@ struct CodedTensor {
   std::string layout;
   // The tensors of the file that it is made of, first its codes.
   std::vector<std::string> parts;
+  // Note, for people, of what the file does not tell; mostly empty.
+  std::string note;
 
   // The shape as matrices.
   int64_t matrices = 1;

@@ -29,6 +29,7 @@ class Notes {
       : options_(options), plan_(plan), tensors_(tensors) {}
 
   std::vector<QuantizeNote> Collect() {
+    Add(Kind::kWarning, plan_.input_notes);
     AddNotFinite();
     AddCoarseScales();
     AddClippedInputs();

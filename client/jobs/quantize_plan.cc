@@ -180,6 +180,7 @@ absl::Status OpenInputs(const QuantizeOptions& options, QuantizePlan* plan) {
   if (!coded.ok()) return coded.status();
   std::map<std::string, std::set<std::string>> sources;
   if (coded->has_value()) {
+    plan->input_notes = NotesOf(**coded);
     sources = SourcesOf(**coded, options, plan->weight_map);
     ReindexDecoded(**coded, &plan->weight_map);
   } else if (reads_folder) {

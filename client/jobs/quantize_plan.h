@@ -120,6 +120,8 @@ struct QuantizePlan {
   absl::flat_hash_set<const files::FileTensor*> scope;
   // Has all tensors from the beginning; different ones may change at once.
   Outcomes outcomes;
+  // Notes on tensors that other programs quantized; see NotesOf.
+  std::vector<std::string> input_notes;
   // Notes on tensors that are not quantized as it was asked for: without
   // elements, or without whole blocks of the GGUF type; and on files of earlier
   // runs that are damaged.

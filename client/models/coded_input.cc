@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "client/files/lazy_bytes.h"
 #include "client/files/safetensors.h"
@@ -57,6 +58,15 @@ absl::StatusOr<CodedInput> OpenCoded(const std::string& path) {
   if (!tensors.ok()) return tensors.status();
   coded.tensors = *std::move(tensors);
   return coded;
+}
+
+std::vector<std::string> NotesOf(const CodedInput& coded) {
+  std::vector<std::string> notes;
+  for (const files::CodedTensor& tensor : coded.tensors) {
+    if (tensor.note.empty()) continue;
+    notes.push_back(absl::StrCat("tensor ", tensor.name, ": ", tensor.note));
+  }
+  return notes;
 }
 
 TensorInput Decoded(TensorInput input, const CodedInput& coded) {

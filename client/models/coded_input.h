@@ -31,6 +31,9 @@ struct CodedInput {
   std::vector<files::CodedTensor> tensors;
 };
 
+// The notes on them, for people: "tensor NAME: ...".
+std::vector<std::string> NotesOf(const CodedInput& coded);
+
 // Opens the path for ReadCoded.
 // Errors: of TensorInput::Open and ReadCoded.
 absl::StatusOr<CodedInput> OpenCoded(const std::string& path);

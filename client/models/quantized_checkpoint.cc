@@ -38,6 +38,10 @@ using files::Dtype;
 using files::FileTensor;
 
 constexpr int64_t kMxGroup = 32;
+constexpr absl::string_view kNoConfigNote =
+    "no configuration was found beside the file: zero points are taken as of "
+    "version 1 of GPTQ, which stores them less 1; those of gptq_v2 would be "
+    "others";
 // Places of AWQ's values in a word.
 constexpr uint8_t kAwqPlaces4[] = {0, 4, 1, 5, 2, 6, 3, 7};
 constexpr uint8_t kAwqPlaces8[] = {0, 2, 1, 3};
@@ -121,6 +125,8 @@ struct Config {
   bool is_mixed = false;
   // For AWQ: true without zero points.
   bool is_symmetric = false;
+  // Some file says how the tensors are quantized.
+  bool is_found = false;
 };
 
 void TakeInteger(const Json& object, const char* key, int64_t* value) {
@@ -138,6 +144,7 @@ void TakeString(const Json& object, const char* key, std::string* value) {
 }
 
 void TakeConfig(const Json& object, Config* config) {
+  config->is_found = config->is_found || !object.empty();
   // Names in old files of AutoAWQ.
   TakeInteger(object, "w_bit", &config->bits);
   TakeInteger(object, "q_group_size", &config->group_size);
@@ -182,7 +189,10 @@ absl::StatusOr<Config> ReadConfigs(const std::string& path) {
   const absl::StatusOr<Json> modelopt =
       ReadConfig(path, "hf_quant_config.json");
   if (!modelopt.ok()) return modelopt.status();
-  if (modelopt->contains("quantization")) config.method = "modelopt";
+  if (modelopt->contains("quantization")) {
+    config.method = "modelopt";
+    config.is_found = true;
+  }
   return config;
 }
 
@@ -854,6 +864,7 @@ class CheckpointReader {
                    ? config_.checkpoint_format != "gptq_v2"
                    : absl::EndsWith(config_.packing_format, ":auto_gptq")) {
       tensor.zero_point_add = 1;
+      if (!config_.is_found) tensor.note = std::string(kNoConfigNote);
     }
     if (has_zeros) {
       CodeStream stream;

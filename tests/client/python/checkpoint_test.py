@@ -5,6 +5,7 @@ own description and share nothing with what reads."""
 import json
 import os
 import struct
+import warnings
 
 import numpy as np
 import pytest
@@ -412,6 +413,43 @@ def test_FloatsAreWhatTheWriterMeant(name, quantctl, tmp_path):
     # A file is its own reference, before and after.
     for file, reference in ((folder, restored), (restored, folder)):
         assert "inf" in quantctl("evaluate", file, "--reference", reference)
+
+
+@pytest.mark.parametrize("name, config, is_told", [
+    ("gptq4", None, True), ("gptq4", {"dtype": "float16"}, True),
+    ("gptq4", {"quantization_config": {"bits": 4}}, False),
+    ("awq4", None, False)])
+def test_GptqWithoutAConfigurationIsToldToBeOfVersion1(
+        name, config, is_told, quantctl, client, tmp_path):
+    tensors, _, _, reals = make(name)
+    folder, restored = tmp_path / "model", tmp_path / "restored.safetensors"
+    write_folder(folder, tensors, config)
+    text = "no configuration was found"
+    assert (text in quantctl("dequantize", folder, "-o", restored)) == is_told
+    check(quantd.load(restored), reals)
+    (tmp_path / "again").mkdir()
+    document = quantctl("dequantize", folder, "-o", tmp_path / "again/x",
+                        "--json")
+    assert [text in tensor.get("note", "") for tensor in document["tensors"]
+            if tensor["name"] == "a.weight"] == [is_told]
+    for more in ((), ("--json",)):
+        quantize = quantctl("quantize", folder, "-o", tmp_path / f"out{more}",
+                            "--requantize", *requantizing.ARGUMENTS, *more)
+        evaluate = quantctl("evaluate", folder, "--reference", restored, *more)
+        for said in (quantize, evaluate):
+            assert (text in str(said["notes"] if more else said)) == is_told
+    said = quantctl("import", folder, "--model", f"told/{name}/{is_told}")
+    assert (text in said) == is_told
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check(quantd.load(folder), reals)
+        quantd.quantize_model(folder, tmp_path / "python", requantizing.SPEC,
+                              client=client, requantize=True)
+    found = [warning for warning in caught if text in str(warning.message)]
+    assert len(found) == 2 * is_told
+    for warning in found:
+        assert warning.filename == __file__
+        assert "tensor 'a.weight'" in str(warning.message)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -914,6 +952,31 @@ def check_requantized(folder, tmp_path, quantctl, client):
     quantd.quantize_model(folder, tmp_path / "python", "int8:group:32",
                           client=client, requantize=True)
     check_quantized(tmp_path / "python", once)
+
+
+@pytest.mark.parametrize("sizes, is_read", [
+    ([32, 16], True), ("32x16", True), ("32x", False), ("32x16x1", False),
+    ("a32x16", False), ("-32x16", False)])
+def test_SizesOfBlocksMayBeText(sizes, is_read, quantctl, client, tmp_path):
+    rng = np.random.default_rng(3)
+    codes = finite_codes(rng, (48, 64), E4M3)
+    scales = (rng.integers(1, 99, (2, 4)) / 64).astype(np.float32)
+    each = scales.repeat(32, 0)[:48].repeat(16, 1)
+    folder = tmp_path / "model"
+    write_folder(folder, {"a.weight": As("F8_E4M3", codes),
+                          "a.weight_scale": scales},
+                 {**scheme(type="float", num_bits=8, strategy="block",
+                           block_structure=sizes), "dtype": "float32"})
+    if is_read:
+        quantctl("dequantize", folder, "-o", tmp_path / "x")
+        check(quantd.load(tmp_path / "x"), {"a.weight": E4M3[codes] * each})
+        check_requantized(folder, tmp_path, quantctl, client)
+        return
+    said = quantctl("dequantize", folder, "-o", tmp_path / "x", code=FILE_ERROR)
+    assert "FILE_MALFORMED" in said
+    with pytest.raises(quantd.QuantdError) as caught:
+        quantd.load(folder)["a.weight"].dequantize()
+    assert caught.value.reason == "FILE_MALFORMED"
 
 
 def test_NaiveMxfp8AndInt8AreRead(quantctl, client, tmp_path):

@@ -7,6 +7,7 @@ import bisect
 import functools
 import math
 import os
+import warnings
 from typing import Any, Callable, Mapping, Optional, Sequence
 
 import numpy as np
@@ -23,6 +24,10 @@ _MX_GROUP = 32
 _CONFIGS = ("quant_config.json", "quantize_config.json")
 _CODES = ("I8", "U8", "I16", "I32")
 _PACKINGS = ("auto_round", "auto_round:gptqmodel")
+_NO_CONFIG_NOTE = (
+    "no configuration was found beside the file: zero points are taken as of "
+    "version 1 of GPTQ, which stores them less 1; those of gptq_v2 would be "
+    "others")
 
 
 def _small_floats(exponent_bits: int, mantissa_bits: int) -> Array:
@@ -65,11 +70,13 @@ def _reals(scale: FileTensor) -> Array:
 
 class Part:
     """A tensor of floats, and the names of what it is made of, first its
-    codes."""
+    codes. note: for people, of what the file does not tell; mostly empty."""
 
     def __init__(self, name: str, shape: Sequence[int], parts: list[str],
-                 decode: Callable[[], Array], dtype: str = "F32") -> None:
+                 decode: Callable[[], Array], dtype: str = "F32",
+                 note: str = "") -> None:
         self.parts = parts
+        self.note = note
 
         def make(_: Array) -> Array:
             return np.ascontiguousarray(decode()).reshape(-1).view(np.uint8)
@@ -116,6 +123,18 @@ def read_each(path: str, tensors: Mapping[str, FileTensor]
                     path, f"tensor {name!r}, {_told(tensor)}, is quantized in "
                     "a way that is not read"))
     return parts, wrong
+
+
+def warn_of_notes(path: str, parts: Sequence[Part], stacklevel: int) -> None:
+    """Warns once of all tensors that have the same note."""
+    names: dict[str, list[str]] = {}
+    for part in parts:
+        if part.note:
+            names.setdefault(part.note, []).append(part.tensor.name)
+    for note, found in names.items():
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        warnings.warn(f"quantd: {path}: tensor {found[0]!r}{more}: {note}",
+                      RuntimeWarning, stacklevel=stacklevel + 1)
 
 
 def read_compressed(folder: str, tensors: Mapping[str, FileTensor],
@@ -227,6 +246,7 @@ class _Reader:
         self._tensors = tensors
         config = _config_of(path)
         self.method = config.get("quant_method") or ""
+        self._has_config = bool(config)
         self._bits = self._integer(config, "bits", "w_bit")
         self._group = self._integer(config, "group_size", "q_group_size")
         self._version = str(config.get("version") or "").lower()
@@ -561,7 +581,8 @@ class _Reader:
             return reals
 
         return Part(name, (outputs, inputs),
-                    self._parts(name, codes, zeros, scale, order), decode)
+                    self._parts(name, codes, zeros, scale, order), decode,
+                    note="" if is_awq or self._has_config else _NO_CONFIG_NOTE)
 
     def _bits_by_shapes(self, name: str, codes: FileTensor,
                         words_of_outputs: int, outputs: int,

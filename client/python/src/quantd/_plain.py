@@ -53,6 +53,7 @@ def open_plain(path: str, requantize: Optional[bool] = None
     if what is None and requantize and not path.endswith((".npy", ".gguf")):
         coded = _read_coded(path, tensors, files)
         if coded:
+            _checkpoint.warn_of_notes(path, coded, 5)
             files = [dataclasses.replace(
                 file, tensors=_checkpoint.decoded(file.tensors, coded),
                 sources=_sources_of(file, files, coded),

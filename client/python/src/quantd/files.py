@@ -92,6 +92,7 @@ class TensorFile(Mapping[str, FileValue]):
         elif not self._parts and not path.endswith((".npy", ".gguf")):
             coded, self._errors = _checkpoint.read_each(path, self._tensors)
             if coded:
+                _checkpoint.warn_of_notes(path, coded, 3)
                 self._tensors = _checkpoint.decoded(self._tensors, coded)
         hidden = {part for parts in self._parts.values() for part in parts}
         owners = {part: name for name, parts in self._parts.items()
@@ -178,6 +179,9 @@ def load(path: Path, *, as_torch: bool = False) -> TensorFile:
     Tensors that quantctl, save() or compressed-tensors quantized are
     QuantizedTensors. Blocks of GGUF are float32, as are FP8, NVFP4, MXFP4, GPTQ
     and AWQ of other programs, computed when a name is read.
+
+    GPTQ without a configuration beside it is taken as of version 1, with a
+    RuntimeWarning.
 
     as_torch: arrays, and codes, are tensors of torch.
 
