@@ -725,6 +725,7 @@ class Exporter {
                                    const files::OnnxModel::Quantizer& weight,
                                    const files::OnnxModel::Quantizer& input,
                                    const files::OnnxModel& model) {
+    if (!bias.obstacle.empty()) return bias.obstacle;
     if (input.scale.size() != 1) {
       return "the input of its layer has several scales";
     }

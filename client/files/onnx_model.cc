@@ -67,6 +67,9 @@ constexpr CodeType kCodeTypes[] = {
 constexpr int64_t kPerAxisOpset = 13;
 constexpr int64_t kBlockOpset = 21;
 constexpr int64_t kCastBfloat16Opset = 13;
+// Has Round, by which ONNX Runtime's optimizer makes codes of a float bias
+// behind a quantized input.
+constexpr int64_t kFloatBiasOpset = 11;
 // Before it, operators without an axis of their own broadcast in other ways.
 constexpr int64_t kOldestOpset = 7;
 
@@ -321,6 +324,47 @@ void MoveConstants(onnx::GraphProto* graph) {
             return true;
           }),
       nodes->end());
+}
+
+// True if a layer, or the Add behind a MatMul, adds an initializer to products
+// of a quantized input.
+bool HasFloatBias(const onnx::GraphProto& graph) {
+  absl::flat_hash_set<absl::string_view> initializers;
+  for (const onnx::TensorProto& tensor : graph.initializer()) {
+    initializers.insert(tensor.name());
+  }
+  absl::flat_hash_map<absl::string_view, const onnx::NodeProto*> producers;
+  for (const onnx::NodeProto& node : graph.node()) {
+    for (const std::string& output : node.output()) producers[output] = &node;
+  }
+  const auto makes = [&producers](absl::string_view op_type,
+                                  const std::string& value) {
+    const auto producer = producers.find(value);
+    return producer != producers.end() && producer->second->op_type() == op_type
+               ? producer->second
+               : nullptr;
+  };
+  const auto is_bias_of = [&](const std::string& bias,
+                              const onnx::NodeProto* layer) {
+    return layer != nullptr && layer->input_size() >= 2 &&
+           initializers.contains(bias) &&
+           makes("DequantizeLinear", layer->input(0)) != nullptr;
+  };
+  for (const onnx::NodeProto& node : graph.node()) {
+    if (!IsOnnxDomain(node.domain())) continue;
+    const std::string& op_type = node.op_type();
+    if ((op_type == "Conv" || op_type == "ConvTranspose" ||
+         op_type == "Gemm") &&
+        node.input_size() > 2 && is_bias_of(node.input(2), &node)) {
+      return true;
+    }
+    if (op_type == "Add" && node.input_size() == 2 &&
+        (is_bias_of(node.input(0), makes("MatMul", node.input(1))) ||
+         is_bias_of(node.input(1), makes("MatMul", node.input(0))))) {
+      return true;
+    }
+  }
+  return false;
 }
 
 bool IsExternal(const onnx::TensorProto& tensor) {
@@ -930,7 +974,6 @@ absl::Status OnnxModel::Write(const std::string& path, IfExists if_exists) {
                            "first make one file of the model, as onnx.save "
                            "does"));
   }
-  if (absl::Status s = RaiseOpset(path); !s.ok()) return s;
   google::protobuf::RepeatedPtrField<onnx::NodeProto> nodes;
   for (onnx::NodeProto& node : graph_->first) nodes.Add(std::move(node));
   for (int i = 0; i < graph.node_size(); ++i) {
@@ -943,6 +986,10 @@ absl::Status OnnxModel::Write(const std::string& path, IfExists if_exists) {
   DropReplaced();
   graph_->first.clear();
   graph_->behind.clear();
+  if (HasFloatBias(graph)) {
+    needed_opset_ = std::max(needed_opset_, kFloatBiasOpset);
+  }
+  if (absl::Status s = RaiseOpset(path); !s.ok()) return s;
   if (graph_->model.ByteSizeLong() > INT32_MAX) {
     return FileUnsupportedError(path, "the model would take over 2 GiB");
   }

@@ -119,9 +119,8 @@ class OnnxModel {
   // no codes of scales.
   void QuantizeActivation(absl::string_view name, const Quantizer& quantizer);
 
-  // The version of the operators that the model has, and that it will have.
+  // The version of the operators.
   int64_t opset() const;
-  int64_t needed_opset() const { return needed_opset_; }
 
   // Raises the version of the operators as far as is needed and writes the
   // model.

@@ -48,6 +48,16 @@ absl::Status NoPlace(absl::string_view why) {
   return absl::NotFoundError(absl::StrCat("the model ", why));
 }
 
+// Why a layer takes no codes of int32 for its bias; empty if it does.
+std::string ObstacleOf(const OnnxModel::Node& node,
+                       bool has_element_for_each_output) {
+  if (node.beta != 1) return "its layer has a beta that is not 1";
+  if (!(node.alpha > 0)) return "its layer has an alpha that is not above 0";
+  return has_element_for_each_output
+             ? ""
+             : "it is not of one dimension with an element for each output";
+}
+
 bool AddName(const std::string& name, std::vector<std::string>* names) {
   if (name.empty() ||
       std::find(names->begin(), names->end(), name) != names->end()) {
@@ -402,7 +412,6 @@ std::vector<OnnxModules::Bias> OnnxModules::Biases() const {
     const bool is_conv = node.op_type == "Conv";
     // A matrix of a Gemm or a MatMul, and none that is turned on the way.
     if (is_conv ? weight.is_transposed : shape.size() != 2) continue;
-    if (node.beta != 1 || !(node.alpha > 0)) continue;
     // Nodes and their inputs where the bias may be.
     std::vector<std::pair<size_t, size_t>> inputs;
     if (const std::optional<size_t> sum = SumBehind(i); sum.has_value()) {
@@ -416,13 +425,16 @@ std::vector<OnnxModules::Bias> OnnxModules::Biases() const {
     for (const auto& [taker, input] : inputs) {
       const std::string name = OriginOf(nodes_[taker].inputs[input]).name;
       const OnnxModel::Weight* const bias = model_.FindWeight(name);
-      if (bias == nullptr || bias->dtype != Dtype::kF32 || shape.empty() ||
-          bias->shape !=
-              std::vector<int64_t>{shape[static_cast<size_t>(axis)]}) {
+      if (bias == nullptr || bias->dtype != Dtype::kF32 || shape.empty()) {
         continue;
       }
+      const bool has_each =
+          bias->shape == std::vector<int64_t>{shape[static_cast<size_t>(axis)]};
+      // What is added to a product later need not be a bias.
+      if (!has_each && taker != i) continue;
       found.push_back({node.name, name, taker, input, weight.name, axis,
-                       FormsOf(node.inputs[0]), node.alpha});
+                       FormsOf(node.inputs[0]), node.alpha,
+                       ObstacleOf(node, has_each)});
     }
   }
   return found;

@@ -54,6 +54,8 @@ class OnnxModules {
     std::vector<std::string> activations;
     // The number that the products are multiplied by.
     float factor;
+    // Why the layer takes no codes of int32 for it; empty if it does.
+    std::string obstacle;
   };
 
   // `model` must outlive this.
@@ -72,7 +74,8 @@ class OnnxModules {
 
   // The inputs of all Conv, ConvTranspose, Gemm and MatMul of the main graph.
   std::vector<LayerInput> LayerInputs() const;
-  // The biases in the main graph that have one dimension and are float32.
+  // The biases in the main graph that are float32: all those of a Conv or a
+  // Gemm, and those of an Add that have an element for each output.
   std::vector<Bias> Biases() const;
 
  private:

@@ -1339,6 +1339,7 @@ class OnnxTest(InterchangeCase):
             return helper.make_node("Gemm", inputs, ["y"], **attributes)
 
         scales = "no single scale for each output"
+        shape = "not of one dimension with an element for each output"
         for node, included, told in (
                 (layer("x", "w", "b"), "w", None),
                 (layer("x", "w", "b"), "x", None),
@@ -1346,9 +1347,10 @@ class OnnxTest(InterchangeCase):
                 (layer("x", "g", "b"), "*", scales),
                 # Its channels are those of the input.
                 (layer("x", "c", "b", transB=1), "*", scales),
-                (layer("x", "w", "row"), "*", None),
-                (layer("x", "w", "b", beta=2.), "*", None),
-                (layer("x", "w", "b", alpha=-1.), "*", None),
+                (layer("x", "w", "row"), "*", shape),
+                (layer("x", "w", "b", beta=2.), "*", "a beta that is not 1"),
+                (layer("x", "w", "b", alpha=-1.), "*",
+                 "an alpha that is not above 0"),
                 (layer("w", "x", "b"), "*", None)):
             with self.subTest(node=node, included=included):
                 self.save([node], [("x", TensorProto.FLOAT, [2, 2])],
@@ -1366,10 +1368,48 @@ class OnnxTest(InterchangeCase):
                 self.assertEqual(
                     [(loss["tensor"], loss["left_out"])
                      for loss in report["losses"]],
-                    [] if told is None else [("b", False)])
+                    [] if told is None else [(node.input[2], False)])
                 for loss in report["losses"]:
                     self.assertIn("stays float32: ", loss["what"])
                     self.assertIn(told, loss["what"])
+
+    def test_AFloatBiasBehindAQuantizedInputTakesRound(self):
+        """ONNX Runtime's optimizer adds a Round there."""
+        self.encode("round", *({"name": name, "format": "int8",
+                                "scale": [0.5]} for name in "xwm"))
+        shapes = {"w": [2, 2, 1, 1], "m": [2, 2], "b": [2]}
+        four, two = [1, 2, 1, 1], [2, 2]
+
+        def node(kind, *inputs, output="y"):
+            return helper.make_node(kind, inputs, [output])
+
+        product = node("MatMul", "x", "m", output="h")
+        for nodes, size, more, opset in (
+                ([node("Conv", "x", "w", "b")], four, [], 10),
+                ([node("Conv", "x", "w", "b")], four, ["--float-biases"], 11),
+                ([node("Conv", "x", "w", "b")], four, ["--include", "x"], 11),
+                ([node("Conv", "x", "w", "b")], four, ["--include", "w"], 10),
+                ([node("Conv", "x", "w")], four, ["--float-biases"], 10),
+                ([node("ConvTranspose", "x", "w", "b")], four, [], 11),
+                ([node("Gemm", "x", "m", "b")], two, [], 10),
+                ([node("Gemm", "x", "m", "b")], two, ["--float-biases"], 11),
+                ([product, node("Add", "h", "b")], two, [], 10),
+                ([product, node("Add", "b", "h")], two, ["--float-biases"],
+                 11),
+                ([product, node("Add", "h", "x")], two, [], 10)):
+            with self.subTest(nodes=nodes, more=more):
+                self.save(nodes, [("x", TensorProto.FLOAT, size)],
+                          [("y", TensorProto.FLOAT, size)],
+                          [numpy_helper.from_array(
+                              np.ones(shapes[name], np.float32), name)
+                           for name in sorted({name for n in nodes
+                                               for name in n.input} &
+                                              set(shapes))], opset=9)
+                if "--include" not in more:
+                    more = [*more, "--include", "x", "--include",
+                            nodes[0].input[1]]
+                report, _ = self.put_into("round", *more)
+                self.assertEqual(report["opset"], opset)
 
     def test_BiasesThatStayAreCounted(self):
         self.encode("count", {"name": "w", "format": "int4",
