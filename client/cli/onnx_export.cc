@@ -17,6 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
@@ -260,6 +261,16 @@ bool IsInteger(const files::OnnxModel::Quantizer& quantizer) {
   return absl::StrContains(quantizer.type, "int");
 }
 
+// How many bits a code of an integer has.
+int BitsOf(const files::OnnxModel::Quantizer& quantizer) {
+  int bits = 0;
+  const size_t digits = quantizer.type.find("int") + 3;
+  return absl::SimpleAtoi(absl::string_view(quantizer.type).substr(digits),
+                          &bits)
+             ? bits
+             : 0;
+}
+
 // The elements of a bias of float32.
 std::vector<float> BiasElements(absl::Span<const uint8_t> bias) {
   std::vector<float> elements(bias.size() / sizeof(float));
@@ -329,18 +340,14 @@ class Exporter {
       status = model->Write(job_.output.path, job_.output.if_exists());
     if (!status.ok()) return session_.Fail(status);
     if (AnyLeftOut(losses_)) session_.Note(kServerError);
-    if (has_float4_) {
+    if (std::any_of(done_.begin(), done_.end(), [](const auto& entry) {
+          return entry.second.quantizer.type == "float4_e2m1";
+        })) {
       session_.PrintError(
           "quantctl: warning: the model takes a runtime with kernels for "
           "float4, and many have none: try it where it is to run");
     }
-    if (has_float8_ && activation_count_ > 0) {
-      session_.PrintError(
-          "quantctl: warning: ONNX Runtime's optimizer takes float8 of "
-          "quantized activations for integers: it does not load the model, or "
-          "computes something else; disable its graph optimization "
-          "(ORT_DISABLE_ALL), or quantize to int8");
-    }
+    WarnOfOptimizer(*model);
     if (session_.json) {
       return session_.PrintJson({{"input", job_.model_path},
                                  {"output", job_.output.path},
@@ -532,7 +539,6 @@ class Exporter {
                            format.qmax),
               /*left_out=*/false);
     }
-    NoteFloats(*quantizer);
     model->QuantizeActivation(place.name, *quantizer);
     ++activation_count_;
     return absl::OkStatus();
@@ -571,7 +577,6 @@ class Exporter {
     quantized.encoding = fitted->encoding;
     quantized.codes = CodesIn(quantized, fitted->result);
     NoteNotFinite(tensor, fitted->result.summary);
-    NoteFloats(*quantizer);
     weights_.emplace(place.name, std::move(quantized));
     ++weight_count_;
     return absl::OkStatus();
@@ -693,9 +698,95 @@ class Exporter {
             /*left_out=*/false);
   }
 
-  void NoteFloats(const files::OnnxModel::Quantizer& quantizer) {
-    has_float4_ |= quantizer.type == "float4_e2m1";
-    has_float8_ |= absl::StartsWith(quantizer.type, "float8_");
+  // What goes into a node as float32 from codes of integers; null for others.
+  const Done* FindCodes(const std::string& value,
+                        const files::OnnxModel& model) const {
+    const auto done = done_.find(value);
+    if (done == done_.end() || !IsInteger(done->second.quantizer)) {
+      return nullptr;
+    }
+    const files::OnnxModel::Weight* const weight = model.FindWeight(value);
+    const std::optional<files::Dtype> dtype =
+        weight == nullptr ? model.FindActivation(value)->dtype : weight->dtype;
+    return dtype == files::Dtype::kF32 ? &done->second : nullptr;
+  }
+
+  // True if the second factor of a product has one scale, or one for each
+  // output of the product.
+  static bool HasScalesOfOutputs(const files::OnnxModules::Product& product,
+                                 const files::OnnxModel::Quantizer& quantizer,
+                                 const files::OnnxModel& model) {
+    if (quantizer.scale_shape.empty()) return true;
+    if (quantizer.block_size != 0) return false;
+    if (product.op_type == "Conv") return quantizer.axis == 0;
+    const files::OnnxModel::Weight* const weight =
+        model.FindWeight(product.second);
+    const std::optional<int64_t> rank =
+        weight == nullptr ? model.FindActivation(product.second)->rank
+                          : static_cast<int64_t>(weight->shape.size());
+    return rank.has_value() && quantizer.axis == *rank - 1;
+  }
+
+  // Tells what ONNX Runtime's optimizer makes integer operators of that do not
+  // take it: float8 wherever activations are quantized, and what it takes for
+  // the factors of such an operator. It leaves a product alone if a factor has
+  // 16 bits, the second one 4 bits, or a Conv float outputs.
+  void WarnOfOptimizer(const files::OnnxModel& model) {
+    if (activation_count_ == 0) return;
+    std::vector<std::string> float8;
+    for (const auto& [value, done] : done_) {
+      if (absl::StartsWith(done.quantizer.type, "float8_")) {
+        float8.push_back(done.tensor);
+      }
+    }
+    std::vector<std::string> input_bits;
+    std::vector<std::string> weight_bits;
+    std::vector<std::string> input_scales;
+    std::vector<std::string> weight_scales;
+    for (const files::OnnxModules::Product& product : modules_->Products()) {
+      const Done* const input = FindCodes(product.first, model);
+      const Done* const weight = FindCodes(product.second, model);
+      if (input == nullptr || weight == nullptr) continue;
+      const int bits = BitsOf(input->quantizer);
+      const bool is_conv = product.op_type == "Conv";
+      if (bits == 16 || (bits == 4 && !is_conv) ||
+          BitsOf(weight->quantizer) == 16 || BitsOf(weight->quantizer) == 4 ||
+          (is_conv && FindDone(product.outputs) == nullptr)) {
+        continue;
+      }
+      if (bits < 8) input_bits.push_back(input->tensor);
+      if (BitsOf(weight->quantizer) < 8) weight_bits.push_back(weight->tensor);
+      // The bias of such a Conv stays float32, and with it the Conv.
+      if (product.op_type == "Gemm" || (is_conv && product.has_bias)) continue;
+      if (!input->quantizer.scale_shape.empty()) {
+        input_scales.push_back(input->tensor);
+      }
+      if (!HasScalesOfOutputs(product, weight->quantizer, model)) {
+        weight_scales.push_back(weight->tensor);
+      }
+    }
+    Warn("float8 beside quantized activations", float8, "quantize to int8");
+    Warn("inputs of less than 8 bits", input_bits, "quantize them to uint8");
+    Warn("weights of 2 bits behind quantized inputs", weight_bits,
+         "quantize them to int4 or int8");
+    Warn("inputs with several scales", input_scales,
+         "quantize them per tensor");
+    Warn("weights without a single scale for each output", weight_scales,
+         "quantize them with one: per-channel:1 for the weight of a MatMul, "
+         "which is [in, out], per-channel for others");
+  }
+
+  void Warn(absl::string_view mistaken, std::vector<std::string> tensors,
+            absl::string_view remedy) {
+    if (tensors.empty()) return;
+    std::sort(tensors.begin(), tensors.end());
+    tensors.erase(std::unique(tensors.begin(), tensors.end()), tensors.end());
+    session_.PrintError(absl::StrCat(
+        "quantctl: warning: ONNX Runtime's optimizer mistakes ", mistaken, ": ",
+        Printable(NamesText(std::move(tensors))),
+        "; it does not load or run the model, or computes something else; "
+        "disable its graph optimization (ORT_DISABLE_ALL), or ",
+        remedy));
   }
 
   // The parameters that the first of these values has got; null where none has.
@@ -873,8 +964,6 @@ class Exporter {
   uint64_t weight_count_ = 0;
   uint64_t activation_count_ = 0;
   uint64_t bias_count_ = 0;
-  bool has_float4_ = false;
-  bool has_float8_ = false;
 };
 
 }  // namespace

@@ -440,4 +440,25 @@ std::vector<OnnxModules::Bias> OnnxModules::Biases() const {
   return found;
 }
 
+std::vector<OnnxModules::Product> OnnxModules::Products() const {
+  std::vector<Product> found;
+  for (const OnnxModel::Node& node : nodes_) {
+    if (!IsLayer(node) || node.op_type == "ConvTranspose") continue;
+    Product& product = found.emplace_back();
+    product.op_type = node.op_type;
+    product.first = node.inputs[0];
+    product.second = node.inputs[1];
+    product.has_bias = node.inputs.size() > 2 && !node.inputs[2].empty();
+    product.outputs = {node.outputs[0]};
+    for (int step = 0; step < kMostSteps; ++step) {
+      const auto takers = takers_.find(product.outputs.back());
+      if (takers == takers_.end() || takers->second.size() != 1) break;
+      const OnnxModel::Node& taker = nodes_[takers->second[0]];
+      if (taker.op_type != "Relu" && taker.op_type != "Clip") break;
+      product.outputs.push_back(taker.outputs[0]);
+    }
+  }
+  return found;
+}
+
 }  // namespace quantd::files

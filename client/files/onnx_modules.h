@@ -58,6 +58,17 @@ class OnnxModules {
     std::string obstacle;
   };
 
+  // A Conv, Gemm or MatMul of the main graph.
+  struct Product {
+    std::string op_type;
+    // The values that it multiplies.
+    std::string first;
+    std::string second;
+    bool has_bias = false;
+    // What it gives, and what a Relu or Clip behind it makes of that.
+    std::vector<std::string> outputs;
+  };
+
   // `model` must outlive this.
   explicit OnnxModules(const OnnxModel& model);
 
@@ -77,6 +88,7 @@ class OnnxModules {
   // The biases in the main graph that are float32: all those of a Conv or a
   // Gemm, and those of an Add that have an element for each output.
   std::vector<Bias> Biases() const;
+  std::vector<Product> Products() const;
 
  private:
   // A node that multiplies by a weight.

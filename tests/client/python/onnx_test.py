@@ -158,6 +158,33 @@ def compare_with_runtime(model, ids, logits, step, folder):
         assert most < 1e-3
 
 
+def export_two(tmp_path, quantctl, client, model, network, x, specs):
+    """Exports two layers with a ReLU between them, each quantized by the specs
+    of its input and its weight. Returns the input of the model, its output and
+    what quantctl said."""
+    with torch.no_grad():
+        values = {"0.input": x, "2.input": network[:2](x)}
+        plain = network(x).numpy()
+    activations, weights = specs
+    for name, value in values.items():
+        if activations is not None:
+            client.calibrate(value, quantd.TensorName(model, name),
+                             activations)
+    for name in "02":
+        client.calibrate(network[int(name)].weight.detach(),
+                         quantd.TensorName(model, f"{name}.weight"), weights)
+    export_torch(network, x, tmp_path / "net.onnx", 13)
+    return plain, quantctl("export", "--model", model, "--onnx",
+                           tmp_path / "net.onnx", "-o", tmp_path / "qdq.onnx")
+
+
+def check_runs(tmp_path, x, plain, level):
+    if onnx_run.has_runtime(RUNTIME):
+        found = onnx_run.run_in_runtime(RUNTIME, tmp_path / "qdq.onnx",
+                                        x.numpy(), tmp_path, level)["logits"]
+        assert np.abs(found - plain).max() < .1 * np.abs(plain).max()
+
+
 @pytest.mark.parametrize("activations, weights, warns", [
     ("float8_e4m3fn", "int8:per-channel", True),
     ("float8_e4m3fn", "float8_e4m3fn", True),
@@ -171,23 +198,54 @@ def test_Float8RunsWithoutTheOptimizerThatMistakesIt(
         torch.nn.Linear(16, 24, bias=False), torch.nn.ReLU(),
         torch.nn.Linear(24, 8, bias=False)).eval()
     x = torch.randn(1, 5, 16)
-    model = f"{activations}-{weights}".replace(":", "-")
-    with torch.no_grad():
-        values = {"0.input": x, "2.input": network[:2](x)}
-        plain = network(x).numpy()
-    for name, value in values.items():
-        if activations is not None:
-            client.calibrate(value, quantd.TensorName(model, name),
-                             activations)
-    for name in "02":
-        client.calibrate(network[int(name)].weight.detach(),
-                         quantd.TensorName(model, f"{name}.weight"), weights)
-    export_torch(network, x, tmp_path / "net.onnx", 13)
-    said = quantctl("export", "--model", model, "--onnx",
-                    tmp_path / "net.onnx", "-o", tmp_path / "qdq.onnx")
+    plain, said = export_two(
+        tmp_path, quantctl, client,
+        f"{activations}-{weights}".replace(":", "-"), network, x,
+        (activations, weights))
     assert ("ORT_DISABLE_ALL" in said) == warns
-    if onnx_run.has_runtime(RUNTIME):
-        level = "disabled" if warns else "all"
-        found = onnx_run.run_in_runtime(RUNTIME, tmp_path / "qdq.onnx",
-                                        x.numpy(), tmp_path, level)["logits"]
-        assert np.abs(found - plain).max() < .1
+    check_runs(tmp_path, x, plain, "disabled" if warns else "all")
+
+
+@pytest.mark.parametrize("kind, activations, weights, mistaken", [
+    ("linear", "uint8", "int8:per-channel:1", "a single scale for each"),
+    ("linear", "uint8", "int8:group:8", "a single scale for each"),
+    ("linear", "uint8:per-channel:2", "int8", "inputs with several scales"),
+    ("linear", "uint8", "int2", "weights of 2 bits"),
+    ("linear", "uint4", "int8", None),
+    ("linear", "uint8", "int4:per-channel:1", None),
+    ("linear", "int16", "int8:per-channel:1", None),
+    ("linear", "uint16:per-channel:2", "int8", None),
+    ("linear", None, "int8:per-channel:1", None),
+    ("conv", "uint8", "int8:per-channel", None),
+    ("conv", "uint8", "int8:per-channel:1", "a single scale for each"),
+    ("conv", "uint8:per-channel:1", "int8", "inputs with several scales"),
+    ("conv", "uint8", "int2", "weights of 2 bits"),
+    ("conv", "uint4", "int8", "inputs of less than 8 bits"),
+    ("biased conv", "uint4", "int8", "inputs of less than 8 bits"),
+    ("biased conv", "uint8:per-channel:1", "int8", None),
+    ("biased conv", "uint8", "int8:per-channel:1", None)])
+def test_CodesThatTheOptimizerMistakesAreTold(
+        tmp_path, quantctl, client, kind, activations, weights, mistaken):
+    torch.manual_seed(1)
+    if kind == "linear":
+        layers = [torch.nn.Linear(16, 24, bias=False),
+                  torch.nn.Linear(24, 8, bias=False)]
+        x = torch.randn(1, 5, 16)
+    else:
+        layers = [torch.nn.Conv2d(4, 8, 3, bias=kind != "conv"),
+                  torch.nn.Conv2d(8, 4, 3, bias=kind != "conv")]
+        x = torch.randn(1, 4, 8, 8)
+    network = torch.nn.Sequential(layers[0], torch.nn.ReLU(),
+                                  layers[1]).eval()
+    plain, said = export_two(
+        tmp_path, quantctl, client,
+        f"{kind}-{activations}-{weights}".replace(":", "-").replace(" ", "-"),
+        network, x, (activations, weights))
+    warnings_ = [line for line in said.splitlines() if "ORT_" in line]
+    assert len(warnings_) == (mistaken is not None), said
+    if mistaken is not None:
+        assert mistaken in warnings_[0]
+    # Two bits are far from the plain network at any level.
+    if weights != "int2" and activations != "uint4":
+        check_runs(tmp_path, x, plain,
+                   "all" if mistaken is None else "disabled")
