@@ -832,9 +832,12 @@ bool QuantizePlan::AnyFailed(const Shard& shard) const {
 EncodingSpec QuantizePlan::SpecOf(const files::FileTensor& tensor) const {
   const SpecTemplate& of_tensor = *specs.For(tensor.name);
   EncodingSpec spec = *of_tensor.SpecOf(tensor.shape);
-  if (has_model_scales && &of_tensor == &specs.base &&
-      tensor.dtype == files::Dtype::kBF16) {
-    spec.set_scale_type(v1::SCALE_TYPE_BFLOAT16);
+  if (has_model_scales && &of_tensor == &specs.base) {
+    if (tensor.dtype == files::Dtype::kBF16) {
+      spec.set_scale_type(v1::SCALE_TYPE_BFLOAT16);
+    } else if (tensor.dtype == files::Dtype::kF16) {
+      spec.set_scale_type(v1::SCALE_TYPE_FLOAT16);
+    }
   }
   importance.importance.Apply(tensor.name, &spec);
   return spec;

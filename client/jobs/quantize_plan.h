@@ -67,8 +67,8 @@ struct QuantizePlan {
   // True if the output is a folder.
   bool is_folder = false;
   SpecSet specs;
-  // Tensors of bfloat16 with the base have scales of that type; see
-  // SchemePreset.
+  // Tensors of float16 and bfloat16 with the base have scales of their type;
+  // see SchemePreset.
   bool has_model_scales = false;
   // Nothing for all.
   std::optional<Part> part;

@@ -6,8 +6,8 @@ import os
 
 import numpy as np
 
-DTYPES = {"F32": np.float32, "U8": np.uint8, "I8": np.int8, "I32": np.int32,
-          "I64": np.int64, "F8_E4M3": np.uint8}
+DTYPES = {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "I8": np.int8,
+          "I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8}
 # Layers that are one matrix product at run time.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 

@@ -1373,34 +1373,44 @@ def test_HalvesInOneWithoutWholeBlocksAreTold(tmp_path, quantctl):
     assert "whole blocks: mlp.gate_up_proj.weight; take" in said
 
 
+@pytest.mark.parametrize("model_dtype", ["BF16", "F16"])
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES
                                     if name not in ("FP8", "NVFP4")])
-def test_ScalesThatRuntimesHoldInBfloat16AreWrittenSo(tmp_path, quantctl,
-                                                      scheme):
+def test_ScalesThatRuntimesHoldInTheTypeOfTheModelAreWrittenSo(
+        tmp_path, quantctl, scheme, model_dtype):
     source = tmp_path / "model"
     source.mkdir()
     (source / "config.json").write_text("{}")
     rng = np.random.default_rng(5)
     weight = rng.standard_normal((8, 256), np.float32)
-    weight = (weight.view(np.uint32) >> 16 << 16).view(np.float32)
+    # So small that float16 has few numbers for the scale.
+    weight[0] *= 2. ** -19
+    if model_dtype == "BF16":
+        halves = (weight.view(np.uint32) >> 16).astype(np.uint16)
+        weight = (halves.astype(np.uint32) << 16).view(np.float32)
+    else:
+        halves = weight.astype(np.float16)
+        weight = halves.astype(np.float32)
     with open(source / "model.safetensors", "wb") as file:
         header = json.dumps({name: {
             "dtype": dtype, "shape": [8, 256], "data_offsets": [begin, end]}
             for name, dtype, begin, end in (
-                ("a.weight", "BF16", 0, 4096),
+                ("a.weight", model_dtype, 0, 4096),
                 ("b.weight", "F32", 4096, 12288))}).encode()
         file.write(len(header).to_bytes(8, "little") + header +
-                   (weight.view(np.uint32) >> 16).astype(np.uint16).tobytes() +
-                   weight.tobytes())
-    quantctl("quantize", source, "-o", tmp_path / "out", "--scheme", scheme,
-             "--no-store")
+                   halves.tobytes() + weight.tobytes())
+    said = quantctl("quantize", source, "-o", tmp_path / "out", "--scheme",
+                    scheme, "--no-store")
     with open(tmp_path / "out" / "model.safetensors", "rb") as file:
         data = file.read()
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
     dtype = header["a.weight_scale"]["dtype"]
     is_model_scale = scheme in ("W4A16", "W4A16_ASYM", "W8A16")
-    assert (dtype == "BF16") == is_model_scale
+    assert (dtype == model_dtype) == is_model_scale
+    assert ("a.weight: 2 scales are below 2^-20" in said) == (
+        is_model_scale and model_dtype == "F16")
+    assert "b.weight: 2 scales" not in said
     assert header["b.weight_scale"]["dtype"] == (
         "F32" if is_model_scale else dtype)
     if not is_model_scale:
@@ -1412,7 +1422,10 @@ def test_ScalesThatRuntimesHoldInBfloat16AreWrittenSo(tmp_path, quantctl,
                              dtype).reshape(info["shape"])
 
     # The codes are the nearest with the scales that are written.
-    scale = (part("scale", np.uint16).astype(np.uint32) << 16).view(np.float32)
+    scale = part("scale", np.uint16)
+    scale = ((scale.astype(np.uint32) << 16).view(np.float32)
+             if model_dtype == "BF16" else
+             scale.view(np.float16).astype(np.float32))
     bits = 8 if scheme == "W8A16" else 4
     codes = rules.unpack_words(part("packed", np.int32), bits, 256)
     zeros, half = np.zeros((8, 2)), 1 << bits - 1
