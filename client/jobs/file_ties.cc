@@ -30,8 +30,7 @@ absl::StatusOr<std::vector<TieGroup>> FindFileTies(
   if (!options->patterns.empty() && !matters) {
     return ArgumentInvalidError(
         "expected a spec with one outer scale, such as nvfp4, or with one "
-        "scale "
-        "from the extremes, such as float8_e4m3fn, with --tie");
+        "scale from the extremes, such as float8_e4m3fn, with --tie");
   }
   return FindTiedTensors(*options, tensors);
 }

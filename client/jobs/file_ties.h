@@ -22,8 +22,8 @@ struct TieFlags {
   absl::StatusOr<TieOptions> Parse() const;
 };
 
-// The groups of `flags` among tensors of files. `matters`  true if
-// there is something that they share.
+// The groups of `flags` among tensors of files.
+// `matters`  true if there is something that they share.
 // Errors: ARGUMENT_INVALID; also for patterns where nothing is shared.
 absl::StatusOr<std::vector<TieGroup>> FindFileTies(
     const TieFlags& flags, bool matters,

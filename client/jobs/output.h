@@ -21,15 +21,15 @@ struct OutputOptions {
     return force ? files::IfExists::kReplace : files::IfExists::kRefuse;
   }
 
-  // Checks that the command may write a file there; to be called before it does
+  // Checks that a job may write a file there; to be called before it does
   // anything else. `inputs` are the files that it reads, of data and of
   // options, which need not be there; `extension` is that of what it writes,
   // such as ".json": another one that stands for a format is refused. Errors:
   // ARGUMENT_INVALID, FILE_EXISTS, FILE_UNWRITABLE.
   absl::Status CheckFile(const std::vector<std::string>& inputs,
                          absl::string_view extension) const;
-  // Like CheckFile for a folder, of which the command writes some files: these
-  // are not looked at.
+  // Like CheckFile for a folder, of which the job writes some files: these are
+  // not looked at.
   absl::Status CheckFolder(const std::vector<std::string>& inputs) const;
 };
 

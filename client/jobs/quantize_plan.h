@@ -126,15 +126,14 @@ struct QuantizePlan {
   // elements, or without whole blocks of the GGUF type; and on files of earlier
   // runs that are damaged.
   std::vector<std::string> notes;
-  // Likewise, of those that --include or a pattern of --spec names and that are
-  // copied.
+  // Notes on tensors that --include or a pattern of --spec names, and that are
+  // copied all the same.
   std::vector<std::string> left_out_notes;
   // Everything is in its place.
   bool is_complete = false;
-  // State of the draft: whether it is known not to have all encodings, and
-  // whether
-  // readers see them.
+  // The draft is known not to have all encodings.
   bool is_lacking = false;
+  // Readers see the encodings.
   bool is_published = false;
 
   // True if this run has to do with the tensor.
@@ -146,11 +145,11 @@ struct QuantizePlan {
   // True if one of the shards has that name in its folder.
   bool HasShard(const std::string& name) const;
   bool AnyFailed() const;
+  bool AnyFailed(const Shard& shard) const;
   // True once the output is complete and has no codes.
   bool QuantizedNothing() const;
   // Tensors whose numbers the layout rounds.
   int64_t RoundedCount() const;
-  bool AnyFailed(const Shard& shard) const;
   // Requires: a tensor that is quantized.
   EncodingSpec SpecOf(const files::FileTensor& tensor) const;
   // True if importance weighs its errors.
@@ -166,9 +165,9 @@ absl::StatusOr<std::optional<Part>> ParsePartOptions(
 
 // Opens all inputs and decides what is to be done with each, and what is there
 // already. Writes nothing. A tensor that cannot be quantized has its error in
-// `outcomes`. `server` is the
-// address. `client` reads stored encodings of activations and
-// finds stored inputs; null where NeedsActivations and NeedsInputs are false.
+// `outcomes`. `server` is the address. `client` reads stored encodings of
+// activations and finds stored inputs; null where NeedsActivations and
+// NeedsInputs are false.
 // Errors: ARGUMENT_INVALID and those of files and of the client.
 absl::StatusOr<QuantizePlan> MakePlan(const QuantizeOptions& options,
                                       const SpecSet& specs,
