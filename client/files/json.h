@@ -30,9 +30,10 @@ Value ParseJson(absl::string_view text) {
 }
 
 // JSON as Python's json writes and reads it, such as config.json of
-// transformers, may have NaN, Infinity and -Infinity in the place of numbers.
-// They become strings that no other program writes, as JSON has no such
-// numbers; PythonJsonText makes them what they were.
+// transformers, may have NaN, Infinity and -Infinity in the place of numbers,
+// integers of more than 64 bits, and floats that a double cannot hold. They
+// become strings that no other program writes; PythonJsonText makes them what
+// they were.
 std::string MarkPythonNumbers(absl::string_view text);
 
 // ParseJson of a text that may have Python's numbers.
@@ -43,6 +44,9 @@ Value ParsePythonJson(absl::string_view text) {
 
 // The text of a value of ParsePythonJson, indented by 2.
 std::string PythonJsonText(const Json& value);
+
+// What an error says of a text that is no JSON object of ParsePythonJson.
+std::string ExpectedObjectText(absl::string_view text);
 
 }  // namespace quantd::files
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <system_error>
@@ -81,6 +82,25 @@ absl::StatusOr<ShardIndex> SingleShard(const std::string& folder) {
                              "; to take one, give the file itself")));
 }
 
+// Notes what an index says besides the files of tensors and their size.
+void NoteOthers(const nlohmann::json& document, ShardIndex* index) {
+  for (const auto& [name, value] : document.items()) {
+    if (name == "weight_map") continue;
+    if (name != "metadata" || !value.is_object()) {
+      index->other_fields.push_back(name);
+      continue;
+    }
+    for (const auto& [key, entry] : value.items()) {
+      if (key == "total_size") continue;
+      if (key == "total_parameters" && entry.is_number_unsigned()) {
+        index->total_parameters = entry.get<uint64_t>();
+      } else {
+        index->other_fields.push_back(absl::StrCat("metadata.", key));
+      }
+    }
+  }
+}
+
 }  // namespace
 
 bool IsFolder(const std::string& path) {
@@ -99,11 +119,12 @@ absl::StatusOr<ShardIndex> ReadShardIndex(const std::string& folder) {
   ShardIndex index;
   const absl::StatusOr<MappedFile> file = MappedFile::Open(path);
   if (!file.ok()) return file.status();
-  const auto document = ParsePythonJson<nlohmann::json>(
-      {reinterpret_cast<const char*>(file->bytes().data()),
-       file->bytes().size()});
+  const absl::string_view text(
+      reinterpret_cast<const char*>(file->bytes().data()),
+      file->bytes().size());
+  const auto document = ParsePythonJson<nlohmann::json>(text);
   if (!document.is_object()) {
-    return FileMalformedError(path, "expected a JSON object in UTF-8");
+    return FileMalformedError(path, ExpectedObjectText(text));
   }
   const auto weight_map = document.find("weight_map");
   if (weight_map == document.end() || !weight_map->is_object() ||
@@ -123,15 +144,20 @@ absl::StatusOr<ShardIndex> ReadShardIndex(const std::string& folder) {
     shards.insert(shard.get<std::string>());
   }
   index.shards.assign(shards.begin(), shards.end());
+  NoteOthers(document, &index);
   return index;
 }
 
 absl::Status WriteShardIndex(
     const std::string& folder, IfExists if_exists,
-    const std::map<std::string, std::string>& weight_map,
-    uint64_t total_bytes) {
-  const nlohmann::ordered_json document = {
-      {"metadata", {{"total_size", total_bytes}}}, {"weight_map", weight_map}};
+    const std::map<std::string, std::string>& weight_map, uint64_t total_bytes,
+    std::optional<uint64_t> total_parameters) {
+  nlohmann::ordered_json metadata = {{"total_size", total_bytes}};
+  if (total_parameters.has_value()) {
+    metadata["total_parameters"] = *total_parameters;
+  }
+  const nlohmann::ordered_json document = {{"metadata", metadata},
+                                           {"weight_map", weight_map}};
   absl::StatusOr<AtomicFile> file =
       AtomicFile::Create(PathIn(folder, kShardIndexName), if_exists);
   if (!file.ok()) return file.status();

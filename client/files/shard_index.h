@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,6 +30,10 @@ struct ShardIndex {
   std::vector<std::string> shards;
   // The file of every tensor; empty without an index.
   std::map<std::string, std::string> weight_map;
+  // "metadata.total_parameters", if it is an integer.
+  std::optional<uint64_t> total_parameters;
+  // All others but "metadata.total_size", in order.
+  std::vector<std::string> other_fields;
 };
 
 bool IsFolder(const std::string& path);
@@ -44,7 +49,8 @@ absl::StatusOr<ShardIndex> ReadShardIndex(const std::string& folder);
 // Errors: FILE_EXISTS, FILE_UNWRITABLE.
 absl::Status WriteShardIndex(
     const std::string& folder, IfExists if_exists,
-    const std::map<std::string, std::string>& weight_map, uint64_t total_bytes);
+    const std::map<std::string, std::string>& weight_map, uint64_t total_bytes,
+    std::optional<uint64_t> total_parameters);
 
 }  // namespace quantd::files
 

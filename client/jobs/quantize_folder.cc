@@ -7,12 +7,14 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <map>
 #include <memory>
 #include <set>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -50,6 +52,8 @@ constexpr absl::string_view kWeightExtensions[] = {
     ".msgpack",     ".npy",        ".npz",  ".tflite",    ".ot"};
 constexpr size_t kCopiedAtOnce = 1 << 20;
 constexpr size_t kMostFolderNames = 10;
+// Folders within a folder that is copied.
+constexpr int kMostFolderDepth = 8;
 
 // Files that say how the input was quantized: they do not belong to the output.
 constexpr absl::string_view kNotBeside[] = {
@@ -210,10 +214,6 @@ absl::Status QuantizeFolder::CopyBesides() const {
     std::vector<std::string> paths = {name};
     if (options_.IsCompressed() && (is_of_modules || IsFolderBeside(name))) {
       paths = FilesOf(name);
-      const std::string folder = OutputPath(name);
-      if (mkdir(folder.c_str(), 0777) != 0 && errno != EEXIST) {
-        return files::FileUnwritableError(folder, errno);
-      }
     }
     for (const std::string& path : paths) {
       bool is_copied = false;
@@ -254,12 +254,24 @@ std::set<std::string> QuantizeFolder::ModuleFolders() const {
   return folders;
 }
 
-std::vector<std::string> QuantizeFolder::FilesOf(
-    const std::string& folder) const {
+std::vector<std::string> QuantizeFolder::FilesOf(const std::string& folder,
+                                                 int depth) const {
   std::vector<std::string> paths;
   for (const std::string& name :
        FilesIn(files::PathIn(options_.input, folder))) {
-    if (name[0] != '.') paths.push_back(files::PathIn(folder, name));
+    if (name[0] == '.') continue;
+    const std::string path = files::PathIn(folder, name);
+    struct stat info;
+    const bool is_folder =
+        lstat(files::PathIn(options_.input, path).c_str(), &info) == 0 &&
+        S_ISDIR(info.st_mode);
+    if (!is_folder || depth == kMostFolderDepth) {
+      paths.push_back(path);
+      continue;
+    }
+    for (std::string& inner : FilesOf(path, depth + 1)) {
+      paths.push_back(std::move(inner));
+    }
   }
   return paths;
 }
@@ -267,11 +279,7 @@ std::vector<std::string> QuantizeFolder::FilesOf(
 bool QuantizeFolder::IsFolderBeside(const std::string& name) const {
   if (!files::IsFolder(files::PathIn(options_.input, name))) return false;
   const std::vector<std::string> paths = FilesOf(name);
-  return !paths.empty() &&
-         absl::c_all_of(paths, [this](const std::string& path) {
-           return IsBeside(path) &&
-                  !files::IsFolder(files::PathIn(options_.input, path));
-         });
+  return !paths.empty() && absl::c_all_of(paths, IsBeside);
 }
 
 absl::StatusOr<bool> QuantizeFolder::CopyBeside(const std::string& name) const {
@@ -279,6 +287,10 @@ absl::StatusOr<bool> QuantizeFolder::CopyBeside(const std::string& name) const {
   struct stat info;
   if (stat(from.c_str(), &info) != 0 || !S_ISREG(info.st_mode)) return false;
   const std::string to = OutputPath(name);
+  const std::string folder = to.substr(0, to.rfind('/'));
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  if (error) return files::FileUnwritableError(folder, error.value());
   if (FileExists(to)) {
     if (HaveSameContents(from, to)) return true;
     if (!options_.output.force) return false;
@@ -337,8 +349,14 @@ absl::Status QuantizeFolder::WriteIndex() const {
       total_bytes += tensor.data.size();
     }
   }
+  if (!plan_.index_fields.empty()) {
+    events_.Note(absl::StrCat(
+        "of ", files::PathIn(options_.input, files::kShardIndexName),
+        " not kept: ", NamesText(plan_.index_fields)));
+  }
   return files::WriteShardIndex(options_.output.path, files::IfExists::kReplace,
-                                weight_map, total_bytes);
+                                weight_map, total_bytes,
+                                plan_.total_parameters);
 }
 
 }  // namespace quantd::jobs

@@ -58,9 +58,10 @@ class QuantizeFolder {
   // such as 1_Pooling.
   std::set<std::string> ModuleFolders() const;
   // The paths, from the input on, of what is in one of its folders and is not
-  // hidden.
-  std::vector<std::string> FilesOf(const std::string& folder) const;
-  // True if a folder of the input has files alone, and no weights.
+  // hidden: all files, and folders that lie too deep or are links.
+  std::vector<std::string> FilesOf(const std::string& folder,
+                                   int depth = 0) const;
+  // True if a folder of the input has files, and none of them are weights.
   bool IsFolderBeside(const std::string& name) const;
   // False for what is no file, or that another file is in the place of.
   // `name`  the path from the input on.

@@ -173,6 +173,8 @@ absl::Status OpenInputs(const QuantizeOptions& options, QuantizePlan* plan) {
         files::ReadShardIndex(options.input);
     if (!index.ok()) return index.status();
     plan->weight_map = std::move(index->weight_map);
+    plan->total_parameters = index->total_parameters;
+    plan->index_fields = std::move(index->other_fields);
     names = std::move(index->shards);
   }
   const absl::StatusOr<std::optional<CodedInput>> coded =

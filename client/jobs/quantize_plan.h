@@ -75,6 +75,9 @@ struct QuantizePlan {
   std::vector<std::unique_ptr<Shard>> shards;
   // Shard by tensor, from the index of the input; empty where it has no index.
   std::map<std::string, std::string> weight_map;
+  // What else that index has; see ShardIndex.
+  std::optional<uint64_t> total_parameters;
+  std::vector<std::string> index_fields;
   std::vector<Target> targets;
   // Groups of all shards, whatever the part.
   std::vector<TieGroup> ties;

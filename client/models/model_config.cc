@@ -67,7 +67,7 @@ absl::StatusOr<Json> ReadConfig(const std::string& path,
   Json config = files::ParsePythonJson(*text);
   if (!config.is_object()) {
     return files::FileMalformedError(config_path,
-                                     "expected a JSON object in UTF-8");
+                                     files::ExpectedObjectText(*text));
   }
   return config;
 }

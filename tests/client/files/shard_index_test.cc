@@ -1,6 +1,7 @@
 #include "client/files/shard_index.h"
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -68,14 +69,26 @@ TEST_F(ShardIndexTest, ReadsBackWhatItWrote) {
   const std::map<std::string, std::string> weight_map = {
       {"a", "1.safetensors"}, {"caf\xc3\xa9", "2.safetensors"}};
   ASSERT_TRUE(WriteShardIndex(directory_.path(), IfExists::kRefuse, weight_map,
-                              uint64_t{1} << 60)
+                              uint64_t{1} << 60, uint64_t{1} << 63)
                   .ok());
   const auto index = ReadShardIndex(directory_.path());
   ASSERT_TRUE(index.ok()) << index.status();
   EXPECT_EQ(index->weight_map, weight_map);
-  const absl::Status again =
-      WriteShardIndex(directory_.path(), IfExists::kRefuse, weight_map, 1);
+  EXPECT_EQ(index->total_parameters, uint64_t{1} << 63);
+  EXPECT_THAT(index->other_fields, ElementsAre());
+  const absl::Status again = WriteShardIndex(
+      directory_.path(), IfExists::kRefuse, weight_map, 1, std::nullopt);
   EXPECT_THAT(std::string(again.message()), HasSubstr("FILE_EXISTS"));
+}
+
+TEST_F(ShardIndexTest, NamesTheFieldsThatItDoesNotKnow) {
+  const auto index = Read(
+      R"({"b": {}, "metadata": {"total_size": 1, "total_parameters": 2.5,
+          "by": NaN}, "a": 1, "weight_map": {"a": "z.safetensors"}})");
+  ASSERT_TRUE(index.ok()) << index.status();
+  EXPECT_EQ(index->total_parameters, std::nullopt);
+  EXPECT_THAT(index->other_fields, ElementsAre("a", "b", "metadata.by",
+                                               "metadata.total_parameters"));
 }
 
 TEST_F(ShardIndexTest, NoNameLeadsOutOfTheFolder) {

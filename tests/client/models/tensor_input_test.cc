@@ -95,7 +95,7 @@ TEST_F(TensorInputTest, AFolderHasTheTensorsOfItsFiles) {
                                      {{"a", "1.safetensors"},
                                       {"b", "1.safetensors"},
                                       {"c", "2.safetensors"}},
-                                     12)
+                                     12, std::nullopt)
                   .ok());
   const auto input = TensorInput::Open(directory_.path());
   ASSERT_TRUE(input.ok()) << input.status();

@@ -81,6 +81,39 @@ def test_ItIsAnErrorIfNothingIsQuantized(name, tmp_path, quantctl, client):
                           part="0/2")
 
 
+@pytest.mark.parametrize("metadata, others, kept, told", [
+    ({"total_size": 5, "total_parameters": 1 << 63}, {}, 1 << 63, ""),
+    ({"total_parameters": True}, {}, None, "metadata.total_parameters"),
+    ({"total_parameters": 1 << 64}, {}, None, "metadata.total_parameters"),
+    ({"by": 1., "total_parameters": 9}, {"\u00e9": 1, "a": {}}, 9,
+     "a, metadata.by, \u00e9"),
+    ("text", {}, None, "metadata")])
+def test_AnIndexKeepsWhatStaysTrue(tmp_path, folder, quantctl, client,
+                                   metadata, others, kept, told):
+    path = folder / _files.INDEX_NAME
+    weight_map = json.loads(path.read_text())["weight_map"]
+    path.write_text(json.dumps(
+        {"metadata": metadata, "weight_map": weight_map, **others}))
+    said = quantctl("quantize", folder, "-o", tmp_path / "a", "--no-store",
+                    "--spec", "int8")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quantd.quantize_model(folder, tmp_path / "b", "int8", client=client)
+    text = (tmp_path / "a" / path.name).read_text()
+    assert text == (tmp_path / "b" / path.name).read_text()
+    index = json.loads(text)
+    assert index.keys() == {"metadata", "weight_map"}
+    assert index["metadata"].get("total_parameters") == kept
+    assert (index["metadata"]["total_size"] > 5 and
+            len(index["metadata"]) == (1 if kept is None else 2))
+    note = f"of {path} not kept: {told}"
+    notes = [str(warning.message) for warning in caught
+             if "not kept" in str(warning.message)]
+    assert notes == ([f"quantd: {note}"] if told else [])
+    assert (f"{note}\n" in said) == bool(told), said
+    assert ("not kept" in said) == bool(told)
+
+
 SPECS = {"*q_proj*": "int4:group:32:asymmetric", "*.1.*": "nvfp4",
          "*": "int8:per-channel:mse"}
 

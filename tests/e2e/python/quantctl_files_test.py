@@ -963,10 +963,13 @@ class ModelFolderTest(FilesCase):
         os.mkdir(self.path("model/original"))
         for name in ("1_Pooling/config.json", "2_Dense/config.json",
                      "2_Dense/model.safetensors", "chat_templates/tools.jinja",
-                     "onnx/config.json", "onnx/model.onnx", "nested/a/b.json"):
+                     "onnx/config.json", "onnx/model.onnx", "nested/a/b.json",
+                     "nested/a/c/d.py", "nested/" + "deep/" * 10 + "e.py",
+                     "weights/a/b/model.bin", "weights/c.json"):
             os.makedirs(os.path.dirname(self.path("model/" + name)),
                         exist_ok=True)
             self.write("model/" + name, name.encode())
+        os.symlink("../../1_Pooling", self.path("model/nested/a/link"))
         self.write("model/modules.json", json.dumps([
             {"idx": 0, "name": "0", "path": "", "type": "Transformer"},
             *({"path": name} for name in ("1_Pooling", "2_Dense", "..")),
@@ -979,8 +982,17 @@ class ModelFolderTest(FilesCase):
         result = self.run_quantctl(*quantize)
         self.assertIn(
             f"quantctl: of {self.path('model')} not copied: merges.txt, "
-            "nested, onnx, original, pytorch_model.bin, "
-            "pytorch_model.bin.index.json\n", result.stderr)
+            f"nested/a/link, nested/{'/'.join(['deep'] * 9)}, onnx, original, "
+            "pytorch_model.bin, pytorch_model.bin.index.json, weights\n",
+            result.stderr)
+        self.assertEqual(
+            sorted(os.path.relpath(os.path.join(folder, name),
+                                   self.path("out/nested"))
+                   for folder, _, names in os.walk(self.path("out/nested"))
+                   for name in names), ["a/b.json", "a/c/d.py"])
+        for name in ("a/b.json", "a/c/d.py"):
+            with open(self.path("out/nested/" + name), "rb") as file:
+                self.assertEqual(file.read(), f"nested/{name}".encode())
         written, source = self.digests("out"), self.digests("model/")
         for name in beside:
             self.assertEqual(written[name] == source[name],
@@ -988,7 +1000,7 @@ class ModelFolderTest(FilesCase):
         copied = "1_Pooling", "2_Dense", "chat_templates", "modules.json"
         for name in copied:
             self.assertEqual(written[name], source[name])
-        self.assertEqual(len(written), len(beside) + len(copied) + 4)
+        self.assertEqual(len(written), len(beside) + len(copied) + 5)
         self.write("out/1_Pooling/config.json", b"mine")
         self.assertIn("not copied: 1_Pooling/config.json, merges.txt, ",
                       self.run_quantctl(*quantize).stderr)

@@ -665,16 +665,44 @@ def _check_single(folder: str) -> None:
             f"no {', '.join(_TENSOR_EXTENSIONS)} file"))
 
 
-def read_index(folder: str) -> tuple[dict[str, str], list[str]]:
-    """The shard of each tensor, empty without an index, and all shards.
+class ShardIndex:
+    """What tells the shards of a model."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        # The shard of each tensor; empty without an index.
+        self.weight_map: dict[str, str] = document.get("weight_map", {})
+        # Names of shards, each once, in order.
+        self.shards = (sorted(set(self.weight_map.values())) or
+                       [SINGLE_NAME])
+        # "metadata.total_parameters", if it is an integer.
+        self.total_parameters: Optional[int] = None
+        # All others but "metadata.total_size", in order.
+        self.other_fields: list[str] = []
+        for name, value in sorted(document.items()):
+            if name == "weight_map":
+                continue
+            if name != "metadata" or not isinstance(value, dict):
+                self.other_fields.append(name)
+                continue
+            for key, entry in sorted(value.items()):
+                if key == "total_parameters" and type(entry) is int and (
+                        0 <= entry < 1 << 64):
+                    self.total_parameters = entry
+                elif key != "total_size":
+                    self.other_fields.append(f"metadata.{key}")
+
+
+def read_index(folder: str) -> ShardIndex:
+    """The index of a folder; that of its only shard has no weight_map.
 
     Raises: FILE_UNREADABLE, FILE_MALFORMED.
     """
     path = os.path.join(folder, INDEX_NAME)
     if not os.path.exists(path):
         _check_single(folder)
-        return {}, [SINGLE_NAME]
-    weight_map = read_json(path).get("weight_map")
+        return ShardIndex({})
+    document = read_json(path)
+    weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise malformed(path, "expected a weight_map of tensors")
     for tensor, name in weight_map.items():
@@ -682,7 +710,7 @@ def read_index(folder: str) -> tuple[dict[str, str], list[str]]:
                 "/" in name or "\0" in name or name.startswith(".")):
             raise malformed(path, f"weight_map[{tensor!r}]: expected the name "
                             "of a .safetensors file in the folder")
-    return weight_map, sorted(set(weight_map.values()))
+    return ShardIndex(document)
 
 
 def open_folder(folder: str) -> list[InputFile]:
@@ -690,8 +718,9 @@ def open_folder(folder: str) -> list[InputFile]:
 
     Raises: FILE_UNREADABLE, FILE_MALFORMED.
     """
-    weight_map, names = read_index(folder)
-    files = [open_safetensors(os.path.join(folder, name)) for name in names]
+    index = read_index(folder)
+    files = [open_safetensors(os.path.join(folder, name))
+             for name in index.shards]
     seen: set[str] = set()
     for file in files:
         for tensor in file.tensors:
@@ -699,7 +728,7 @@ def open_folder(folder: str) -> list[InputFile]:
                 raise malformed(folder,
                                 f"tensor {tensor!r} is in two of its files")
             seen.add(tensor)
-    for tensor, name in weight_map.items():
+    for tensor, name in index.weight_map.items():
         if tensor not in seen:
             raise malformed(folder, f"the index has tensor {tensor!r} in "
                             f"{name}, where it is not")

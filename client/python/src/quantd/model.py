@@ -377,6 +377,7 @@ class _Run:
         self._inputs: Optional[StoredInputs] = None
         self._targets: list[_Target] = []
         self._is_folder = os.path.isdir(source)
+        self._index = _files.ShardIndex({})
         self._weight_map: dict[str, str] = {}
         self._shards: list[_Shard] = []
         self._outcomes: dict[str, _Outcome] = {}
@@ -469,7 +470,8 @@ class _Run:
 
     def _open(self) -> None:
         if self._is_folder:
-            self._weight_map, _ = _files.read_index(self._source)
+            self._index = _files.read_index(self._source)
+            self._weight_map = self._index.weight_map
         files = open_plain(self._source, self._requantize)
         if self._weight_map:
             # A tensor is where its codes were.
@@ -988,7 +990,15 @@ class _Run:
             for name, tensor in written.tensors.items():
                 weight_map[name] = shard.name
                 total += tensor.size_bytes
-        document = {"metadata": {"total_size": total},
+        metadata = {"total_size": total}
+        if self._index.total_parameters is not None:
+            metadata["total_parameters"] = self._index.total_parameters
+        if self._index.other_fields:
+            warnings.warn(
+                f"quantd: of {os.path.join(self._source, _files.INDEX_NAME)} "
+                f"not kept: {', '.join(self._index.other_fields)}",
+                RuntimeWarning, stacklevel=4)
+        document = {"metadata": metadata,
                     "weight_map": dict(sorted(weight_map.items()))}
         _files.write_text(self._output(_files.INDEX_NAME),
                           _files.to_json(document, indent=2) + "\n")
