@@ -356,8 +356,40 @@ absl::Status FindBlocks(const QuantizeOptions& options,
                                {tensor.name, *type, tensor.shape});
 }
 
-// Modules that lose much where they are quantized, or that no runtime has
-// kernels for: heads, embeddings and routers, and what vLLM builds without
+// Heads of language models and embeddings, which lose much where they are
+// quantized.
+constexpr absl::string_view kHeads[] = {"lm_head",
+                                        "*.lm_head",
+                                        "output",
+                                        "language_model.output",
+                                        "output_layer",
+                                        "*.output_layer",
+                                        "*transformer.ff_out",
+                                        "embed_out",
+                                        "*.embed_out"};
+constexpr absl::string_view kEmbeddings[] = {"emb",
+                                             "*.emb",
+                                             "embed",
+                                             "*.embed",
+                                             "embed_in",
+                                             "*.embed_in",
+                                             "wte",
+                                             "*.wte",
+                                             "wpe",
+                                             "*.wpe",
+                                             "*embedding*",
+                                             "*embed_tokens*",
+                                             "*embed_positions*",
+                                             "pos_embed",
+                                             "*.pos_embed",
+                                             "query_embed",
+                                             "*.query_embed",
+                                             "*relative_attention_bias",
+                                             "shared",
+                                             "*.shared"};
+
+// Other modules that lose much where they are quantized, or that no runtime has
+// kernels for: other heads and routers, and what vLLM builds without
 // quantization: the head of SigLIP's text model, audio towers (Gemma 3n,
 // Qwen2-Audio), the vision towers of Gemma 4 and of Mistral's own files,
 // projectors of images and audio, the projections in front of layers that
@@ -365,18 +397,11 @@ absl::Status FindBlocks(const QuantizeOptions& options,
 // the short convolutions of LFM2, and those of an indexer's keys and weights
 // (DeepSeek V3.2), which it fuses.
 constexpr absl::string_view kIgnoredModules[] = {
-    "lm_head",
-    "*.lm_head",
     "lm_head.*",
     "head",
     "*.head",
     "head.dense",
     "proj_out",
-    "output",
-    "language_model.output",
-    "output_layer",
-    "*.output_layer",
-    "*transformer.ff_out",
     "decoder",
     "*.decoder",
     "cls.*",
@@ -385,6 +410,8 @@ constexpr absl::string_view kIgnoredModules[] = {
     "classifier",
     "*.classifier",
     "classifier.*",
+    "v_head.summary",
+    "*.v_head.summary",
     "*pooler.dense",
     "*.eh_proj",
     "*.mtp_linear_proj",
@@ -403,28 +430,6 @@ constexpr absl::string_view kIgnoredModules[] = {
     "*.conv.out_proj",
     "*.indexer.wk",
     "*.indexer.weights_proj",
-    "emb",
-    "*.emb",
-    "embed",
-    "*.embed",
-    "embed_in",
-    "*.embed_in",
-    "embed_out",
-    "*.embed_out",
-    "wte",
-    "*.wte",
-    "wpe",
-    "*.wpe",
-    "*embedding*",
-    "*embed_tokens*",
-    "*embed_positions*",
-    "pos_embed",
-    "*.pos_embed",
-    "query_embed",
-    "*.query_embed",
-    "*relative_attention_bias",
-    "shared",
-    "*.shared",
     "*.router",
     "*.router.*",
     "*_router",
@@ -563,7 +568,8 @@ bool IsIgnored(const QuantizeOptions& options, const QuantizePlan& plan,
   const absl::string_view module = ModuleOf(tensor.name);
   if (options.ignore.has_value()) return MatchesAny(*options.ignore, module);
   return !IsNamed(options, plan.specs, tensor.name) &&
-         (MatchesAny(kIgnoredModules, module) ||
+         (MatchesAny(kHeads, module) || MatchesAny(kEmbeddings, module) ||
+          MatchesAny(kIgnoredModules, module) ||
           IsOfUnquantizedLayer(plan, module) || IsOfVision(plan, module) ||
           IsOfTorchAttention(plan, module) || IsOfRaggedSiglip(tensor) ||
           IsGateOfExperts(plan, tensor));
@@ -689,6 +695,26 @@ absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
     }
   }
   return CheckIgnore(options, *plan);
+}
+
+// Notes the heads and embeddings that somebody asked for.
+void NoteHeadsAndEmbeddings(const QuantizeOptions& options,
+                            QuantizePlan* plan) {
+  if (!options.IsCompressed()) return;
+  for (const std::unique_ptr<Shard>& shard : plan->shards) {
+    for (const files::FileTensor* const tensor : shard->selected) {
+      const absl::string_view module = ModuleOf(tensor->name);
+      if (MatchesAny(kHeads, module)) {
+        plan->beyond_limits
+            ["vLLM before mid-2026 has no quantized heads, and "
+             "later ones not for all schemes"]
+                .push_back(tensor->name);
+      } else if (MatchesAny(kEmbeddings, module)) {
+        plan->beyond_limits["vLLM has no quantized embeddings"].push_back(
+            tensor->name);
+      }
+    }
+  }
 }
 
 absl::Status FindAllTies(const QuantizeOptions& options, QuantizePlan* plan) {
@@ -887,6 +913,7 @@ absl::StatusOr<QuantizePlan> MakePlan(const QuantizeOptions& options,
   if (status.ok()) status = SelectAll(options, &plan);
   if (status.ok()) status = FindAllTies(options, &plan);
   if (status.ok()) status = FindActivations(options, client, &plan);
+  NoteHeadsAndEmbeddings(options, &plan);
   if (status.ok()) status = CheckAddedNames(plan);
   const auto is_named = [&](const std::string& tensor) {
     return IsNamed(options, plan.specs, tensor);

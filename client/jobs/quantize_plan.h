@@ -115,7 +115,8 @@ struct QuantizePlan {
   // of tensors that have such matrices in one.
   std::vector<std::string> ragged;
   // Tensors, or TieGroup::label of fused ones, that do not keep limits of the
-  // kernels, by LimitsText.
+  // kernels, by LimitsText, and heads and embeddings, by what vLLM has for
+  // them.
   std::map<std::string, std::vector<std::string>> beyond_limits;
   // Layers of experts whose schemes are not that of the first one.
   std::vector<std::string> unlike_experts;

@@ -1179,6 +1179,7 @@ LLAMA4_VISION = ["vision_model.patch_embedding.linear",
     # Heads.
     (["language_model.output", "transformer.output_layer",
       "model.transformer.ff_out", "score", "classifier.dense",
+      "v_head.summary",
       "cls.predictions.transform.dense", "lm_head.dense", "bert.pooler.dense"],
      ["model.transformer.blocks.0.ff_out",
       "encoder.layer.0.attention.output.dense"]),
@@ -1197,6 +1198,30 @@ def test_WhatVllmBuildsWithoutQuantizationStays(tmp_path, quantctl, kept,
     assert sorted(config["ignore"]) == sorted(kept)
     (group,) = config["config_groups"].values()
     assert sorted(group["targets"]) == sorted(taken)
+
+
+def test_HeadsAndEmbeddingsThatAreAskedForAreTold(tmp_path, quantctl):
+    source = write_modules(tmp_path / "model", dict.fromkeys((
+        "model.embed_tokens", "lm_head", "score",
+        "model.layers.0.self_attn.o_proj"), (128, 128)))
+    flags = ("--layout", "compressed-tensors", "--no-store", "--json",
+             "--spec", "*o_proj*=int4:group:128")
+
+    def warnings_of(*more):
+        return quantctl("quantize", source, "-o", tmp_path / "out", "--force",
+                        *flags, *more)["warnings"]
+
+    embeddings = "vLLM has no quantized embeddings: model.embed_tokens.weight;"
+    heads = ("vLLM before mid-2026 has no quantized heads, and later ones not "
+             "for all schemes: lm_head.weight;")
+    assert warnings_of() == []
+    (told,) = warnings_of("--spec", "*embed_tokens*=int4:group:128")
+    assert told.startswith(embeddings)
+    (told,) = warnings_of("--spec", "lm_head*=int4:group:128")
+    assert told.startswith(heads)
+    assert warnings_of("--spec", "score*=int4:group:128") == []
+    told = warnings_of("--ignore", "", "--spec", "int4:group:128")
+    assert [text.split(";")[0] + ";" for text in told] == [heads, embeddings]
 
 
 def test_WeightsOfConv1dStay(tmp_path, quantctl):
