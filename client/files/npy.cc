@@ -14,6 +14,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "client/files/atomic_file.h"
@@ -81,7 +82,7 @@ class NpyHeaderParser {
       bool* has = nullptr;
       if (key == "descr") {
         has = &has_descr;
-        if (!TakeString(&header.descr)) {
+        if (!TakeString(&header.descr) && !TakeList(&header.descr)) {
           return Expected("a plain type for 'descr'");
         }
       } else if (key == "fortran_order") {
@@ -150,6 +151,22 @@ class NpyHeaderParser {
     *value = std::string(text_.substr(1, end - 1));
     text_.remove_prefix(end + 1);
     return true;
+  }
+
+  // The text of a list: the fields of a structure. Quotes have no brackets.
+  bool TakeList(std::string* text) {
+    SkipSpace();
+    size_t depth = 0;
+    for (size_t end = 0; end < text_.size(); ++end) {
+      if (text_[end] == '[') ++depth;
+      if (depth == 0) return false;
+      if (text_[end] == ']' && --depth == 0) {
+        *text = std::string(text_.substr(0, end + 1));
+        text_.remove_prefix(end + 1);
+        return true;
+      }
+    }
+    return false;
   }
 
   absl::Status TakeShape(std::vector<int64_t>* shape) {
@@ -233,9 +250,16 @@ absl::StatusOr<NpyReader> NpyReader::Open(const std::string& path) {
         path,
         absl::StrCat(
             "expected little-endian booleans, integers or floats of 1 to 8 "
-            "bytes, got type '",
-            absl::CHexEscape(absl::string_view(header->descr).substr(0, 40)),
-            "'"));
+            "bytes, got ",
+            absl::StartsWith(header->descr, "[")
+                ? absl::StrCat("fields ",
+                               absl::StrReplaceAll(QuotedName(header->descr),
+                                                   {{"\\'", "'"}}))
+                : absl::StrCat(
+                      "type '",
+                      absl::CHexEscape(
+                          absl::string_view(header->descr).substr(0, 40)),
+                      "'")));
   }
   const absl::Span<const uint8_t> data = bytes.subspan(header_at + length);
   const std::optional<int64_t> size = TensorSizeBytes(*dtype, header->shape);

@@ -720,6 +720,15 @@ def test_WhatIsNotReadIsToldAsQuantctlTellsIt(quantctl, tmp_path):
     rows = np.ones((4, 32), np.float32)
     np.save(tmp_path / "fortran.npy", np.asfortranarray(rows))
     np.save(tmp_path / "big.npy", rows.astype(">f4"))
+    np.save(tmp_path / "fields.npy", np.zeros(3, [("a", "<f4"), ("bc", "<i4")]))
+    np.save(tmp_path / "objects.npy", np.array([{}], object), allow_pickle=True)
+    for name, text in (
+            ("spaces.safetensors", '  {"a":{"dtype":"F32","shape":[],'
+             '"data_offsets":[0,4]}}'),
+            ("strides.safetensors", '{"a":{"dtype":"F32","shape":[1],'
+             '"data_offsets":[0,4],"strides":[1]}}')):
+        (tmp_path / name).write_bytes(len(text).to_bytes(8, "little") +
+                                      text.encode() + bytes(4))
     (tmp_path / "empty.npy").write_bytes(b"")
     (tmp_path / "object.npy").write_bytes(b"\x80\x04K\x01.")
     (tmp_path / "big.gguf").write_bytes(b"GGUF" + (3).to_bytes(4, "big") +
@@ -731,6 +740,12 @@ def test_WhatIsNotReadIsToldAsQuantctlTellsIt(quantctl, tmp_path):
              "expected C order, got fortran_order; save "
              "numpy.ascontiguousarray(array)"),
             ("big.npy", "FILE_UNSUPPORTED", "1 to 8 bytes, got "),
+            ("fields.npy", "FILE_UNSUPPORTED",
+             "1 to 8 bytes, got fields \"[('a', '<f4'), ('bc', '<i4')]\""),
+            ("objects.npy", "FILE_UNSUPPORTED", "1 to 8 bytes, got type '|O'"),
+            ("spaces.safetensors", "FILE_MALFORMED",
+             "expected a header that begins with {"),
+            ("strides.safetensors", "FILE_MALFORMED", "strides"),
             ("empty.npy", "FILE_MALFORMED", "empty.npy: "),
             ("object.npy", "FILE_MALFORMED",
              "expected a file that begins with \\x93NUMPY"),

@@ -396,13 +396,14 @@ def open_safetensors(path: str) -> InputFile:
         raise malformed(
             path, "expected a safetensors file; .npy and .gguf files are known "
             "by their names" + _got_instead(source))
+    text = source.read(8, length).tobytes()
+    if not text.startswith(b"{"):
+        raise malformed(path, "expected a header that begins with {")
     try:
-        header = json.loads(source.read(8, length).tobytes().decode("utf-8"),
+        header = json.loads(text.decode("utf-8"),
                             object_pairs_hook=_unique(path))
     except (ValueError, RecursionError) as error:
         raise malformed(path, f"expected a header of JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise malformed(path, "expected a header that begins with {")
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(
             isinstance(value, str) for value in metadata.values()):
@@ -447,6 +448,8 @@ def data_checksum(file: InputFile) -> str:
 def _entry(path: str, name: str, entry: Any
            ) -> tuple[str, tuple[str, tuple[int, ...]], int, int]:
     try:
+        if entry.keys() - {"dtype", "shape", "data_offsets"}:
+            raise KeyError
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         if isinstance(dtype, str) and dtype not in DTYPES:
@@ -455,10 +458,16 @@ def _entry(path: str, name: str, entry: Any
                 type(size) is int and size >= 0
                 for size in (*shape, begin, end)):
             return name, (dtype, shape), begin, end
-    except (TypeError, KeyError, ValueError):
+    except (AttributeError, TypeError, KeyError, ValueError):
         pass
     raise malformed(path, f"tensor {name!r}: expected dtype, shape and "
                     f"data_offsets, got {str(entry)[:200]}")
+
+
+def _no_npy_type(path: str, got: str) -> errors.QuantdError:
+    return unsupported(
+        path, "expected little-endian booleans, integers or floats of 1 to 8 "
+        f"bytes, got {got}")
 
 
 def _open_npy(path: str) -> InputFile:
@@ -473,13 +482,15 @@ def _open_npy(path: str) -> InputFile:
         raise unreadable(path, error) from error
     except (ValueError, SyntaxError, EOFError, TypeError, IndexError,
             RecursionError, MemoryError, tokenize.TokenError) as error:
+        if "Python objects" in str(error):
+            raise _no_npy_type(path, "type '|O'") from error
         # numpy reads the header as Python.
         raise malformed(path, str(error)) from error
     dtype = _NUMPY_DTYPES.get(mapped.dtype)
     if dtype is None:
-        raise unsupported(
-            path, "expected little-endian booleans, integers or floats of 1 to "
-            f"8 bytes, got {mapped.dtype.str}")
+        raise _no_npy_type(path, f"type {mapped.dtype.str!r}"
+                           if mapped.dtype.names is None else
+                           f'fields "{mapped.dtype.descr}"')
     if not mapped.flags.c_contiguous:
         raise unsupported(path, "expected C order, got fortran_order; save "
                           "numpy.ascontiguousarray(array)")
