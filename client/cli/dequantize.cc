@@ -10,6 +10,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
@@ -445,6 +446,18 @@ class Dequantizer {
     }
     for (const files::CodedTensor& tensor : coded_) {
       consumed_.insert(tensor.parts.begin(), tensor.parts.end());
+    }
+    const files::FileTensor* const codes =
+        consumed_.empty() ? FindCodes(input) : nullptr;
+    if (codes != nullptr) {
+      return files::FileUnsupportedError(
+          options_.input,
+          absl::StrCat(
+              "tensor ", files::QuotedName(codes->name),
+              method.empty() && absl::EndsWith(codes->name, ".weight_packed")
+                  ? " is of compressed-tensors, whose config.json is "
+                    "missing"
+                  : " is quantized in a way that is not read"));
     }
     if (consumed_.empty()) {
       return files::FileMalformedError(

@@ -87,40 +87,6 @@ bool HasCodeMatrix(const TensorInput& input) {
                      IsCodeMatrix);
 }
 
-// The tensor that holds codes, or what lies beside codes, in the layouts of
-// others; null where there is none.
-const files::FileTensor* FindCodes(const TensorInput& input) {
-  for (const files::FileTensor& tensor : input.tensors()) {
-    for (const absl::string_view suffix : kBeside) {
-      absl::string_view stem = tensor.name;
-      if (!absl::ConsumeSuffix(&stem, suffix)) continue;
-      for (const absl::string_view end : kCodeEnds) {
-        const files::FileTensor* const codes =
-            input.Find(absl::StrCat(stem, end));
-        if (HasCodes(codes)) return codes;
-      }
-    }
-  }
-  // The codes, or their scales, may be in another file.
-  for (const files::FileTensor& tensor : input.tensors()) {
-    for (const absl::string_view suffix : kOfCodes) {
-      if (absl::EndsWith(tensor.name, suffix)) return &tensor;
-    }
-    absl::string_view stem = tensor.name;
-    if (absl::ConsumeSuffix(&stem, "_scale") &&
-        absl::EndsWith(stem, ".weight") && input.Find(stem) == nullptr) {
-      return &tensor;
-    }
-    // Without scales, or with scales of other names, as SmoothQuant's. Of 32
-    // bits it may be a table.
-    if (absl::EndsWith(tensor.name, ".weight") && IsCodeMatrix(tensor) &&
-        tensor.dtype != files::Dtype::kI32) {
-      return &tensor;
-    }
-  }
-  return nullptr;
-}
-
 std::string MethodIn(const files::Json& config, const std::string& otherwise) {
   const auto method = config.find("quant_method");
   return method != config.end() && method->is_string()
@@ -154,6 +120,38 @@ bool IsRead(const TensorInput& input, const std::string& path) {
 }
 
 }  // namespace
+
+const files::FileTensor* FindCodes(const TensorInput& input) {
+  for (const files::FileTensor& tensor : input.tensors()) {
+    for (const absl::string_view suffix : kBeside) {
+      absl::string_view stem = tensor.name;
+      if (!absl::ConsumeSuffix(&stem, suffix)) continue;
+      for (const absl::string_view end : kCodeEnds) {
+        const files::FileTensor* const codes =
+            input.Find(absl::StrCat(stem, end));
+        if (HasCodes(codes)) return codes;
+      }
+    }
+  }
+  // The codes, or their scales, may be in another file.
+  for (const files::FileTensor& tensor : input.tensors()) {
+    for (const absl::string_view suffix : kOfCodes) {
+      if (absl::EndsWith(tensor.name, suffix)) return &tensor;
+    }
+    absl::string_view stem = tensor.name;
+    if (absl::ConsumeSuffix(&stem, "_scale") &&
+        absl::EndsWith(stem, ".weight") && input.Find(stem) == nullptr) {
+      return &tensor;
+    }
+    // Without scales, or with scales of other names, as SmoothQuant's. Of 32
+    // bits it may be a table.
+    if (absl::EndsWith(tensor.name, ".weight") && IsCodeMatrix(tensor) &&
+        tensor.dtype != files::Dtype::kI32) {
+      return &tensor;
+    }
+  }
+  return nullptr;
+}
 
 absl::StatusOr<std::string> QuantizationMethod(const std::string& path) {
   const absl::StatusOr<files::Json> document = ReadConfig(path, "config.json");

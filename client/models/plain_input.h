@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "client/files/safetensors.h"
 #include "client/models/tensor_input.h"
 
 namespace quantd {
@@ -20,6 +21,10 @@ constexpr char kCompressedMethod[] = "compressed-tensors";
 // empty where they say nothing.
 // Errors: of ReadConfig.
 absl::StatusOr<std::string> QuantizationMethod(const std::string& path);
+
+// The tensor that holds codes, or what lies beside codes, in the layouts of
+// others; null where there is none.
+const files::FileTensor* FindCodes(const TensorInput& input);
 
 // Checks that the input has plain tensors alone; a quantized input is not to be
 // quantized again, scales and all. `path` is what the input was opened as.

@@ -477,6 +477,13 @@ class CheckpointReader {
                                       "_scale_inv or _scale, got both"));
     }
     if (scale == nullptr) scale = Part(codes.name, "_scale");
+    absl::string_view module = codes.name;
+    if (absl::ConsumeSuffix(&module, ".weight_scale") &&
+        input_.Find(absl::StrCat(module, ".weight_packed")) != nullptr) {
+      return Unsupported(
+          absl::StrCat(module, ".weight"),
+          "it is of compressed-tensors, whose config.json is missing");
+    }
     if (scale == nullptr && (!config_.method.empty() || has_scaled_floats_)) {
       if (config_.method.empty() || !absl::EndsWith(codes.name, ".weight")) {
         return std::optional<CodedTensor>();
@@ -656,6 +663,10 @@ class CheckpointReader {
     } else if (scale_rows == rows && scale_columns > 0 &&
                columns % scale_columns == 0) {
       scales.columns = columns / scale_columns;
+    } else if (tensor->shape.size() > 2 && scale_rows == 1 &&
+               scale_columns == columns) {
+      // Experts that lie [inputs, outputs], with a scale for each output.
+      scales.rows = rows;
     } else {
       return wrong();
     }
@@ -797,7 +808,12 @@ class CheckpointReader {
                        absl::StrCat(codes.name, " is beside the weight"));
     }
     if (codes.dtype != Dtype::kI32 || codes.shape.size() != 2) {
-      return expect(".qweight of I32, a matrix", &codes);
+      // SVDQuant and LLM-AWQ have others under this name.
+      return Unsupported(
+          tensor.name,
+          absl::StrCat("expected ", codes.name,
+                       " of I32, a matrix, as of GPTQ and AWQ, got ",
+                       DtypeName(codes.dtype), " ", ShapeText(codes.shape)));
     }
     if (scale == nullptr || !IsFloatScale(scale->dtype) ||
         scale->shape.size() != 2 || scale->shape[0] == 0 ||

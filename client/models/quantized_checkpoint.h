@@ -3,8 +3,9 @@
 //
 //   FP8         T (F8_E4M3, F8_E5M2), T_scale_inv or T_scale. One scale, one
 //               for each row, one for each block of 128 x 128 or what
-//               config.json says, or one for each output of a convolution
-//               ([outputs] or [outputs, 1, ..]). Or E8M0 bytes (U8) for groups
+//               config.json says, one for each output of a convolution
+//               ([outputs] or [outputs, 1, ..]), or one for each column of
+//               experts ([experts, 1, columns]). Or E8M0 bytes (U8) for groups
 //               of 32. Or numbers without a scale, if nothing that may be one
 //               is beside them
 //   INT8        T (I8), T_scale likewise, T_zero_point (I8)

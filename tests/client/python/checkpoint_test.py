@@ -278,6 +278,14 @@ def convolution(rng, shape=(8, 4, 3, 3), whole=True):
                 modelopt("FP8")), {"a.weight": E4M3[codes] * scale}
 
 
+def expert_columns(rng):
+    codes = finite_codes(rng, (3, 40, 24), E4M3)
+    scales = (rng.integers(1, 99, (3, 1, 24)) / 64).astype(np.float32)
+    return ({"a.weight": As("F8_E4M3", codes), "a.weight_scale": scales},
+            {"quantization_config": {"quant_method": "fp8"}}, {},
+            {"a.weight": E4M3[codes] * scales})
+
+
 def gptq_mixed(rng):
     """A module that has other bits and groups than the model."""
     tensors, config, beside, reals = gptq(rng, bits=8, group=16)
@@ -342,6 +350,7 @@ def float8_module(rng):
 SHUFFLED = np.random.default_rng(5).permutation(96)
 CASES = {
     "gptq4": gptq,
+    "fp8_expert_columns": expert_columns,
     "gptq2": lambda rng: gptq(rng, 2),
     "gptq3": lambda rng: gptq(rng, 3),
     "gptq8": lambda rng: gptq(rng, 8),
@@ -541,7 +550,9 @@ MALFORMED = [
     ("gptq4", put("a.qzeros", np.zeros((3, 9), np.int32)), "FILE_MALFORMED",
      "a.qzeros packed"),
     ("gptq4", put("a.qweight", np.zeros((12, 64), np.uint8)),
-     "FILE_MALFORMED", "a.qweight of I32"),
+     "FILE_UNSUPPORTED", "a.qweight of I32"),
+    ("awq4", put("a.qweight", As("I16", np.zeros((32, 128), np.int16))),
+     "FILE_UNSUPPORTED", "got I16 [32,128]"),
     ("gptq4", put("a.g_idx", np.full(96, 3, np.int32)), "FILE_MALFORMED",
      "a.g_idx between 0 and 2, got 3"),
     ("gptq4", put("a.g_idx", np.full(96, -1, np.int32)), "FILE_MALFORMED",
@@ -952,6 +963,36 @@ def check_requantized(folder, tmp_path, quantctl, client):
     quantd.quantize_model(folder, tmp_path / "python", "int8:group:32",
                           client=client, requantize=True)
     check_quantized(tmp_path / "python", once)
+
+
+@pytest.mark.parametrize("tensors, config, reason, text", [
+    ({"a.weight_packed": np.zeros((4, 16), np.uint8),
+      "a.weight_scale": As("F8_E4M3", np.ones((4, 2), np.uint8)),
+      "a.weight_global_scale": np.float32([3])}, None, "FILE_UNSUPPORTED",
+     "of compressed-tensors, whose config.json is missing"),
+    ({"a.weight_packed": np.zeros((4, 4), np.int32),
+      "a.weight_scale": np.ones((4, 1), np.float32)}, None, "FILE_UNSUPPORTED",
+     "of compressed-tensors, whose config.json is missing"),
+    ({"a.weight_packed": np.zeros((4, 4), np.int32),
+      "a.scale_packed": np.ones((4, 1), np.float16)},
+     {"quantization_config": {"quant_method": "compressed-tensors",
+                              "format": "marlin-24"}}, "FILE_UNSUPPORTED",
+     "is quantized in a way that is not read"),
+    ({"a.Qidxs": As("I16", np.zeros((4, 4), np.int16)),
+      "a.SU": np.ones(4, np.float32)}, {"quip_params": {}}, "FILE_UNSUPPORTED",
+     "is quantized in a way that is not read")])
+def test_CodesThatAreNotReadAreToldSo(tensors, config, reason, text, quantctl,
+                                      tmp_path):
+    folder = tmp_path / "model"
+    write_folder(folder, {**tensors, "b.weight": np.ones((4, 4), np.float32)},
+                 config)
+    said = quantctl("dequantize", folder, "-o", tmp_path / "x", code=FILE_ERROR)
+    assert reason in said and text in said
+    file = quantd.load(folder)
+    assert file["b.weight"].all()
+    with pytest.raises(quantd.QuantdError) as caught:
+        dict(file)
+    assert caught.value.reason == reason and text in str(caught.value)
 
 
 @pytest.mark.parametrize("sizes, is_read", [

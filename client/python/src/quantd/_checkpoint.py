@@ -364,6 +364,11 @@ class _Reader:
             raise self._unsupported(
                 name, f"expected {name}_scale_inv or _scale, got both")
         scale = find(name + "_scale_inv") or find(name + "_scale")
+        module = name.removesuffix(".weight_scale")
+        if module != name and module + ".weight_packed" in self._tensors:
+            raise self._unsupported(
+                module + ".weight", "it is of compressed-tensors, whose "
+                "config.json is missing")
         if scale is None:
             if not self.method and self._has_scaled_floats:
                 # It is not what it stands for.
@@ -453,6 +458,9 @@ class _Reader:
             block = (min(self._block[0], rows), min(self._block[1], columns))
         elif of_rows == rows and columns % of_columns == 0:
             block = (1, columns // of_columns)
+        elif len(shape) > 2 and (of_rows, of_columns) == (1, columns):
+            # Experts that lie [inputs, outputs], with a scale for each output.
+            block = (rows, 1)
         else:
             raise wrong
 
@@ -525,7 +533,10 @@ class _Reader:
         if name in self._tensors:
             raise self._malformed(name, f"{codes.name} is beside the weight")
         if codes.dtype != "I32" or len(codes.shape) != 2:
-            raise self._expected(name, f"{codes.name} of I32, a matrix", codes)
+            # SVDQuant and LLM-AWQ have others under this name.
+            raise self._unsupported(
+                name, f"expected {codes.name} of I32, a matrix, as of GPTQ and "
+                f"AWQ, got {_told(codes)}")
         if scale is None or scale.dtype not in _FLOAT_SCALES or (
                 len(scale.shape) != 2 or 0 in scale.shape):
             raise self._expected(

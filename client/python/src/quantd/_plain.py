@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Mapping, Optional, Sequence
+from typing import Iterable, Mapping, Optional, Sequence
 
 from quantd import _checkpoint, _compressed, _files, _layout, errors
 from quantd._files import FileTensor, InputFile
@@ -143,6 +143,21 @@ def _read_coded(path: str, tensors: Mapping[str, FileTensor],
 
 def _is_code_matrix(tensor: FileTensor) -> bool:
     return tensor.dtype in _CODES and len(tensor.shape) >= 2
+
+
+def wrong_codes(path: str, tensors: Mapping[str, FileTensor],
+                known: Iterable[str]) -> dict[str, errors.QuantdError]:
+    """An error for each tensor under a name that only codes have, but for the
+    known ones."""
+    is_bare = not _method_of(path)
+    return {name: _files.unsupported(
+        path, f"tensor {name!r} is " + (
+            "of compressed-tensors, whose config.json is missing"
+            if is_bare and name.endswith(".weight_packed") else
+            "quantized in a way that is not read"))
+            for name, tensor in tensors.items()
+            if name.endswith(_OF_CODES) and tensor.element_type is None and
+            name not in known}
 
 
 def _codes_in(tensors: Mapping[str, FileTensor]) -> Optional[str]:
