@@ -70,7 +70,7 @@ struct DequantizeOutcome {
   uint64_t input_bytes = 0;
   uint64_t output_bytes = 0;
   absl::Status status;
-  // See QuantizedTensor and files::CodedTensor.
+  // See files::CodedTensor.
   std::string note;
   // Infinities of the output: its type may be too narrow, or a code infinity.
   uint64_t infinity_count = 0;
@@ -469,12 +469,13 @@ class Dequantizer {
     return absl::OkStatus();
   }
 
-  // Groups of columns in another order, and tensors that have no scale, are
-  // decoded here: no encoding says them to a server.
+  // Groups of columns in another order, scales that are divided, and tensors
+  // that have no scale, are decoded here: no encoding says them to a server.
   absl::Status DecodeUnsaid() {
     if (std::all_of(tensors_.begin(), tensors_.end(),
                     [](const QuantizedTensor& tensor) {
                       return tensor.column_groups.empty() &&
+                             !tensor.divisor.has_value() &&
                              !tensor.codes.empty();
                     })) {
       return absl::OkStatus();
@@ -600,7 +601,6 @@ class Dequantizer {
     outcome.input_bytes = tensor.codes.size();
     if (result.ok()) outcome.output_bytes = result->header.size_bytes();
     outcome.status = result.status();
-    outcome.note = tensor.note;
     return outcome;
   }
 

@@ -306,8 +306,12 @@ void ImportCompressed(const ImportOptions& options, Session* session) {
   if (client == nullptr) return;
   ImportByTensor imported(options, client.get());
   for (const QuantizedTensor& tensor : *tensors) {
-    if (!tensor.note.empty()) {
-      imported.AddLoss(tensor.name, tensor.note, /*left_out=*/false);
+    if (tensor.divisor.has_value()) {
+      imported.AddLoss(tensor.name,
+                       "the inverse of weight_global_scale is rounded: reals "
+                       "may differ in the last bit from those of readers that "
+                       "divide by it",
+                       /*left_out=*/false);
     }
     if (!tensor.column_groups.empty()) {
       imported.AddLoss(tensor.name,

@@ -186,7 +186,8 @@ float CodeScales::At(int64_t matrix, int64_t index) const {
       scale = ElementAt<float>(data, index);
   }
   if (!outer.empty()) {
-    scale *= ElementAt<float>(outer, outer.size() == 4 ? 0 : matrix);
+    const float by = ElementAt<float>(outer, outer.size() == 4 ? 0 : matrix);
+    scale = divides_by_outer ? scale / by : scale * by;
   }
   return scale;
 }

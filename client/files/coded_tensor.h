@@ -64,6 +64,8 @@ struct CodeScales {
   absl::Span<const uint8_t> column_blocks;
   // F32: one by which scales are multiplied, or one for each matrix.
   absl::Span<const uint8_t> outer;
+  // Scales are divided by it in place of that.
+  bool divides_by_outer = false;
 
   // Number of the scale at the row and the block of columns.
   int64_t IndexOf(int64_t matrix, int64_t row, int64_t block) const {

@@ -351,9 +351,7 @@ class ModuleReader {
     const float global_scale = CopiedElements<float>(*global)[0];
     encoding.add_outer_scale(1.0f / global_scale);
     if (!IsExactInverse(global_scale, encoding.outer_scale(0))) {
-      tensor->note =
-          "the inverse of weight_global_scale is rounded: reals may differ "
-          "in the last bit from those of readers that divide by it";
+      tensor->divisor = global_scale;
     }
     return absl::OkStatus();
   }

@@ -1100,7 +1100,8 @@ absl::StatusOr<CodedTensor> CodedTensorOf(const QuantizedTensor& tensor,
                            ": ", what));
   };
   // Spans point into it.
-  const auto owner = std::make_shared<const Encoding>(tensor.Whole());
+  const auto owner = std::make_shared<Encoding>(tensor.Whole());
+  if (tensor.divisor.has_value()) owner->set_outer_scale(0, *tensor.divisor);
   const Encoding& encoding = *owner;
   const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
   if (!format.ok()) return format.status();
@@ -1142,6 +1143,7 @@ absl::StatusOr<CodedTensor> CodedTensorOf(const QuantizedTensor& tensor,
     scales.data = BytesOf(encoding.scale_code());
     if (encoding.outer_scale_size() == 1) {
       scales.outer = BytesOf(encoding.outer_scale());
+      scales.divides_by_outer = tensor.divisor.has_value();
     }
   } else {
     scales.data = BytesOf(encoding.scale());

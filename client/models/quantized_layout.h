@@ -125,8 +125,9 @@ struct QuantizedTensor {
   // The group of each column, I32, where groups are not one after the other. An
   // encoding does not say that.
   absl::Span<const uint8_t> column_groups;
-  // Note, for people, of what is not quite as in the file; mostly empty.
-  std::string note;
+  // By what other readers divide the scale codes, where the outer scale, its
+  // inverse, is rounded: an encoding does not say that.
+  std::optional<float> divisor;
   // The tensors of the file that it is made of.
   std::vector<std::string> parts;
 

@@ -1040,6 +1040,38 @@ def test_NaiveMxfp8AndInt8AreRead(quantctl, client, tmp_path):
         quantctl("import", place / "model", "--model", f"naive/{i}")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ScalesAreDividedByTheGlobalScale(dtype, quantctl, client, tmp_path):
+    """As other readers do: the inverse of it is rounded."""
+    rng = np.random.default_rng(4)
+    codes = rng.integers(0, 16, (64, 128)).astype(np.uint8)
+    scales = rng.integers(1, 127, (64, 8)).astype(np.uint8)
+    divisor = np.float32([1563.765625])
+
+    def reals(of_scales):
+        found = E2M1[codes] * of_scales.astype(np.float32).repeat(16, 1)
+        if dtype == "float32":
+            return found
+        bits = found.view(np.uint32)
+        return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
+
+    expected = reals(E4M3[scales] / divisor)
+    assert (expected != reals(E4M3[scales] * (np.float32(1) / divisor))).any()
+    folder = tmp_path / "model"
+    write_folder(folder, {"a.weight_packed": nibbles(codes),
+                          "a.weight_scale": As("F8_E4M3", scales),
+                          "a.weight_global_scale": divisor},
+                 {**scheme(type="float", num_bits=4, strategy="tensor_group",
+                           group_size=16), "dtype": dtype})
+    said = quantctl("dequantize", folder, "-o", tmp_path / "x")
+    assert "rounded" not in said
+    check(quantd.load(tmp_path / "x"), {"a.weight": expected})
+    check({"a.weight": quantd.load(folder)["a.weight"].dequantize()},
+          {"a.weight": expected})
+    check_requantized(folder, tmp_path, quantctl, client)
+    assert "is rounded" in quantctl("import", folder, "--model", f"d/{dtype}")
+
+
 def test_CompressedGroupsInAnotherOrderAreRead(quantctl, client, tmp_path):
     rng, tensors, reals = np.random.default_rng(4), {}, {}
     for name, groups in (("a", SHUFFLED // 32), ("b", np.full(96, -1))):

@@ -413,8 +413,8 @@ class CompressedTensorsTest(InterchangeCase):
                                 single(k * single(1 / float_of(tensors[name])))
                                 for k in range(8, 16))]
                     self.assertNotEqual(inexact, [])
-                self.assertEqual(read.count("weight_global_scale"),
-                                 len(inexact))
+                # It divides, as they do.
+                self.assertNotIn("weight_global_scale", read)
                 self.assertEqual(told.count("weight_global_scale"),
                                  min(1, len(inexact)))
                 self.run_quantctl("dequantize", self.path("own"), "-o",

@@ -12,6 +12,7 @@ import numpy as np
 
 from quantd import _files, _layout, errors
 from quantd._files import FileTensor
+from quantd._scales import table
 from quantd.encoding import Encoding, scales_of
 from quantd.results import QuantizedTensor
 from quantd.tensor import ELEMENT_DTYPES, Array, format_info
@@ -297,8 +298,15 @@ class Model:
             raise self._malformed(
                 module, "expected a weight_scale of F8_E4M3 under one "
                 "weight_global_scale of F32")
-        inverse = np.float32(1) / outer.array().reshape(-1)
-        return {"scale_code": scale.bytes(), "outer_scale": inverse}
+        divisor = outer.array().reshape(-1)
+        e4m3 = table("float8_e4m3fn", np.empty(0, np.float32))
+        assert e4m3 is not None
+        with np.errstate(divide="ignore", invalid="ignore"):
+            # Other readers divide; what multiplying with the inverse gives may
+            # differ in the last bit.
+            return {"scale_code": scale.bytes(),
+                    "scale": np.take(e4m3, scale.bytes()) / divisor,
+                    "outer_scale": np.float32(1) / divisor}
 
     def _scales(self, module: str, scale: FileTensor, dims: tuple[int, ...],
                 groups: Optional[Array]) -> dict[str, Any]:
