@@ -23,6 +23,8 @@ DATA = os.path.join(package.ROOT, "tests/data/char-lm")
 MODEL = os.path.join(DATA, "model.safetensors")
 # ONNX Runtime for Node.
 RUNTIME = os.path.join(package.ROOT, "build/node")
+# Largest version of the file format that it reads: that of opset 19 and 20.
+RUNTIME_IR_VERSION = 9
 SEQUENCES = int(os.environ.get("QUANTD_ONNX_SEQUENCES", "2"))
 
 
@@ -179,9 +181,11 @@ def export_two(tmp_path, quantctl, client, model, network, x, specs):
 
 
 def check_runs(tmp_path, x, plain, level):
-    if onnx_run.has_runtime(RUNTIME):
-        found = onnx_run.run_in_runtime(RUNTIME, tmp_path / "qdq.onnx",
-                                        x.numpy(), tmp_path, level)["logits"]
+    path = tmp_path / "qdq.onnx"
+    if (onnx_run.has_runtime(RUNTIME) and
+            onnx.load(path).ir_version <= RUNTIME_IR_VERSION):
+        found = onnx_run.run_in_runtime(RUNTIME, path, x.numpy(), tmp_path,
+                                        level)["logits"]
         assert np.abs(found - plain).max() < .1 * np.abs(plain).max()
 
 
