@@ -2,6 +2,7 @@
 
 #include <sys/stat.h>
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -70,10 +71,12 @@ class Output {
 
   absl::Status Write(QuantizeServer* server, QuantizeFolder* folder,
                      JobProgress* progress) {
+    files::IfExists if_exists =
+        target_.part.has_value() ? target_.if_exists : shard_.if_exists;
+    // Since the plan was made.
+    if (IsWrittenElsewhere()) if_exists = files::IfExists::kReplace;
     absl::StatusOr<std::unique_ptr<files::SafetensorsBuilder>> builder =
-        files::SafetensorsBuilder::Create(target_.path, target_.part.has_value()
-                                                            ? target_.if_exists
-                                                            : shard_.if_exists);
+        files::SafetensorsBuilder::Create(target_.path, if_exists);
     if (!builder.ok()) return builder.status();
     builder_ = *std::move(builder);
     absl::Status status = Reserve();
@@ -100,7 +103,9 @@ class Output {
       if (!status.ok()) return status;
     }
     absl::StatusOr<uint64_t> size = builder_->Finish();
-    if (!size.ok()) size = SizeOfSamePart(size.status());
+    if (ErrorReason(size.status()) == "FILE_EXISTS" && IsWrittenElsewhere()) {
+      size = SizeOfFile();
+    }
     if (!size.ok()) return size.status();
     shard_.file_bytes = *size;
     shard_.is_written = true;
@@ -108,18 +113,18 @@ class Output {
   }
 
  private:
-  // The size of the file if it has come by another process, which does the same
-  // part; else the error.
-  absl::StatusOr<uint64_t> SizeOfSamePart(const absl::Status& error) const {
-    if (!target_.part.has_value() || ErrorReason(error) != "FILE_EXISTS") {
-      return error;
-    }
+  // True if the file has come by another process, which does the same.
+  bool IsWrittenElsewhere() const {
+    if (shard_.run.empty()) return false;
     const absl::StatusOr<files::SafetensorsReader> there =
         files::SafetensorsReader::Open(target_.path);
+    return there.ok() && MetadataOf(*there, kRunKey) == shard_.run;
+  }
+
+  absl::StatusOr<uint64_t> SizeOfFile() const {
     struct stat status;
-    if (!there.ok() || MetadataOf(*there, kRunKey) != shard_.run ||
-        stat(target_.path.c_str(), &status) != 0) {
-      return error;
+    if (stat(target_.path.c_str(), &status) != 0) {
+      return files::FileUnreadableError(target_.path, errno);
     }
     return static_cast<uint64_t>(status.st_size);
   }

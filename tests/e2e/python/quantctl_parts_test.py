@@ -285,6 +285,22 @@ class StoredTest(PartsCase):
                 self.path("whole"), "rb") as whole:
             self.assertEqual(joined.read(), whole.read())
 
+    def test_AFolderThatIsDoneTwiceAtOnceIsDone(self):
+        folder = self.write_folder()
+        seconds = []
+        with Relay(self.server.address) as relay:
+            # All of the second run, before the first has its first codes: one
+            # shard comes before its file is begun, the other one before it is
+            # complete.
+            relay.before["Quantize"] = lambda _: seconds.append(
+                seconds or self.run_quantctl(
+                    "quantize", folder, "-o", self.path("out"), "--no-store"))
+            self.run_quantctl("--server", relay.address, "quantize", folder,
+                              "-o", self.path("out"), "--no-store")
+        self.assertTrue(seconds)
+        self.quantize(folder, "once", "--no-store")
+        self.assertEqual(self.digests("out"), self.digests("once"))
+
     def test_AfterAFailureNothingStaleIsPublished(self):
         a, b = self.write_two()
         run = (a, "-o", self.path("a.out"), "--spec", "int4", "--force")
