@@ -82,7 +82,8 @@ v1::Contribution MakeContribution(const CalibrateOptions& options,
           static_cast<int32_t>(granularity.axis));
       break;
     case Granularity::Kind::kGroup:
-      contribution.mutable_granularity()->set_axis(-1);
+      contribution.mutable_granularity()->set_axis(
+          static_cast<int32_t>(granularity.axis));
       contribution.mutable_granularity()->set_group_size(granularity.group);
       break;
     case Granularity::Kind::kBlockSize:

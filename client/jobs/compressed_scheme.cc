@@ -127,7 +127,8 @@ absl::StatusOr<files::Json> ArgumentsOf(absl::string_view spec,
   const bool is_group = granularity.kind == Granularity::Kind::kGroup;
   const bool is_tensor = granularity.kind == Granularity::Kind::kPerTensor;
   const bool is_default = granularity.kind == Granularity::Kind::kDefault;
-  if (!(is_default || is_tensor || (is_group && is_dynamic))) {
+  if (!(is_default || is_tensor ||
+        (is_group && is_dynamic && granularity.axis == -1))) {
     return NoWordsError(
         spec, is_dynamic ? "the default (a scale for each token), per-tensor "
                            "or group:N"

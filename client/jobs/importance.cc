@@ -34,6 +34,12 @@ bool AnyHasImportance(const Specs& specs) {
   });
 }
 
+bool AnyNeedsInputs(const Specs& specs) {
+  return std::any_of(specs.begin(), specs.end(), [](const SpecTemplate* spec) {
+    return NeedsInputs(spec->spec);
+  });
+}
+
 // Blocks of GGUF are always searched.
 bool TakesImportance(const Specs& specs) {
   return std::any_of(specs.begin(), specs.end(), [](const SpecTemplate* spec) {
@@ -99,7 +105,7 @@ absl::StatusOr<FoundImportance> FindStored(
   FoundImportance found;
   std::vector<const files::FileTensor*> wanted;
   for (const files::FileTensor* const tensor : tensors) {
-    if (AnyHasImportance(specs_of(*tensor))) wanted.push_back(tensor);
+    if (AnyNeedsInputs(specs_of(*tensor))) wanted.push_back(tensor);
   }
   if (wanted.empty()) return found;
   if (inputs.model.empty()) {
@@ -116,7 +122,7 @@ absl::StatusOr<FoundImportance> FindStored(
     if (!own.empty()) found.importance.SetInputs(tensor->name, own);
     bool has_some = false;
     for (const SpecTemplate* const spec : specs_of(*tensor)) {
-      if (!spec->spec.has_importance()) continue;
+      if (!NeedsInputs(spec->spec)) continue;
       const std::string& named = spec->spec.importance().inputs().tensor();
       const std::string& name = named.empty() ? own : named;
       if (name.empty()) continue;
@@ -135,10 +141,10 @@ absl::StatusOr<FoundImportance> FindStored(
 }  // namespace
 
 bool HasImportance(const SpecSet& specs) {
-  return (specs.has_base && specs.base.spec.has_importance()) ||
+  return (specs.has_base && NeedsInputs(specs.base.spec)) ||
          std::any_of(specs.overrides.begin(), specs.overrides.end(),
                      [](const SpecSet::Override& entry) {
-                       return entry.spec.spec.has_importance();
+                       return NeedsInputs(entry.spec.spec);
                      });
 }
 

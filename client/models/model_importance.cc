@@ -15,6 +15,11 @@ bool SearchesErrors(const EncodingSpec& spec) {
          spec.method() == v1::CALIBRATION_METHOD_BEST_OF;
 }
 
+bool NeedsInputs(const EncodingSpec& spec) {
+  return spec.has_importance() && spec.importance().weight().empty() &&
+         spec.importance().inputs().model().empty();
+}
+
 void ModelImportance::SetSource(const std::string& model,
                                 const std::string& revision) {
   source_.set_model(model);
@@ -30,7 +35,7 @@ void ModelImportance::Apply(const std::string& tensor,
         weights->second.begin(), weights->second.end());
     return;
   }
-  if (!spec->has_importance()) return;
+  if (!NeedsInputs(*spec)) return;
   v1::TensorName inputs = source_;
   inputs.set_tensor(spec->importance().inputs().tensor());
   if (inputs.tensor().empty()) {

@@ -17,6 +17,10 @@ namespace quantd {
 // True if a spec compares errors, which importance weighs.
 bool SearchesErrors(const EncodingSpec& spec);
 
+// True if a spec takes importance from stored statistics, and does not say of
+// which model.
+bool NeedsInputs(const EncodingSpec& spec);
+
 // Weights of columns by tensor, or the stored inputs that they follow from.
 // Plain value.
 class ModelImportance {

@@ -25,6 +25,9 @@
 #include "client/files/errors.h"
 #include "client/files/gguf_encoders.h"
 #include "client/files/gguf_types.h"
+#include "client/files/json.h"
+#include "google/protobuf/util/json_util.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd {
 namespace {
@@ -260,18 +263,23 @@ absl::StatusOr<Granularity> ParseGranularity(absl::string_view text) {
     granularity.kind = Granularity::Kind::kPerChannel;
     if (rest.empty()) return granularity;
     if (absl::ConsumePrefix(&rest, ":") &&
-        absl::SimpleAtoi(rest, &granularity.axis) && granularity.axis >= 0) {
+        absl::SimpleAtoi(rest, &granularity.axis)) {
       return granularity;
     }
   } else if (absl::ConsumePrefix(&rest, "group:")) {
     granularity.kind = Granularity::Kind::kGroup;
-    if (absl::SimpleAtoi(rest, &granularity.group) && granularity.group > 0) {
+    granularity.axis = -1;
+    const std::vector<absl::string_view> parts =
+        absl::StrSplit(rest, absl::MaxSplits(':', 1));
+    if (absl::SimpleAtoi(parts[0], &granularity.group) &&
+        granularity.group > 0 &&
+        (parts.size() == 1 || absl::SimpleAtoi(parts[1], &granularity.axis))) {
       return granularity;
     }
   }
   return ArgumentInvalidError(absl::StrCat(
-      "expected default, per-tensor, per-channel, per-channel:AXIS "
-      "or group:N, got \"",
+      "expected default, per-tensor, per-channel, per-channel:AXIS, group:N "
+      "or group:N:AXIS, got \"",
       text, "\""));
 }
 
@@ -296,21 +304,18 @@ absl::StatusOr<std::vector<int64_t>> BlockSizeOf(
     case Granularity::Kind::kDefault:
     case Granularity::Kind::kPerTensor:
       return std::vector<int64_t>();
-    case Granularity::Kind::kPerChannel: {
+    case Granularity::Kind::kPerChannel:
+    case Granularity::Kind::kGroup: {
       if (rank < 2) return std::vector<int64_t>();
-      if (granularity.axis >= rank) {
+      const int64_t axis = granularity.axis + (granularity.axis < 0 ? rank : 0);
+      if (axis < 0 || axis >= rank) {
         return ArgumentInvalidError(
             absl::StrCat("expected an axis below the rank ", rank, ", got ",
                          granularity.axis));
       }
-      std::vector<int64_t> block_size(shape.size(), 0);
-      block_size[static_cast<size_t>(granularity.axis)] = 1;
-      return block_size;
-    }
-    case Granularity::Kind::kGroup: {
-      if (rank < 2) return std::vector<int64_t>();
-      std::vector<int64_t> block_size(shape.size(), 1);
-      block_size.back() = granularity.group;
+      const bool is_group = granularity.kind == Granularity::Kind::kGroup;
+      std::vector<int64_t> block_size(shape.size(), is_group ? 1 : 0);
+      block_size[static_cast<size_t>(axis)] = is_group ? granularity.group : 1;
       return block_size;
     }
     case Granularity::Kind::kBlockSize:
@@ -383,7 +388,8 @@ absl::StatusOr<EncodingSpec> SpecTemplate::SpecOfAny() const {
           static_cast<int32_t>(granularity.axis));
       break;
     case Granularity::Kind::kGroup:
-      result.mutable_granularity()->set_axis(-1);
+      result.mutable_granularity()->set_axis(
+          static_cast<int32_t>(granularity.axis));
       result.mutable_granularity()->set_group_size(granularity.group);
       break;
     case Granularity::Kind::kBlockSize:
@@ -394,7 +400,51 @@ absl::StatusOr<EncodingSpec> SpecTemplate::SpecOfAny() const {
   return result;
 }
 
+namespace {
+
+absl::StatusOr<SpecTemplate> ParseJsonSpec(absl::string_view text) {
+  const auto invalid = [text](absl::string_view what) {
+    return ArgumentInvalidError(absl::StrCat(
+        "expected a spec as JSON, such as {\"spec\": {\"format\": "
+        "\"NUMBER_FORMAT_INT8\"}, \"granularity\": \"per-channel\"}, got ",
+        text, what));
+  };
+  const files::Json json = files::ParseJson(text);
+  if (!json.is_object()) return invalid("");
+  SpecTemplate result;
+  bool has_spec = false;
+  for (const auto& [key, value] : json.items()) {
+    if (key == "spec" && value.is_object()) {
+      const auto status = google::protobuf::util::JsonStringToMessage(
+          value.dump(), &result.spec);
+      if (!status.ok()) {
+        return invalid(absl::StrCat(": ", std::string(status.message())));
+      }
+      has_spec = true;
+    } else if (key == "granularity" && value.is_string()) {
+      const std::string& granularity = value.get_ref<const std::string&>();
+      absl::string_view blocks = granularity;
+      absl::StatusOr<Granularity> parsed =
+          absl::ConsumePrefix(&blocks, "block=")
+              ? ParseBlockSize(blocks)
+              : ParseGranularity(granularity);
+      if (!parsed.ok()) return parsed.status();
+      result.granularity = *std::move(parsed);
+    } else {
+      return invalid(absl::StrCat(": \"", key, "\""));
+    }
+  }
+  if (!has_spec) return invalid(": no \"spec\"");
+  if (result.spec.block_size_size() > 0 || result.spec.has_granularity()) {
+    return invalid(": block_size and granularity belong into \"granularity\"");
+  }
+  return result;
+}
+
+}  // namespace
+
 absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text) {
+  if (absl::StartsWith(text, "{")) return ParseJsonSpec(text);
   const std::vector<absl::string_view> parts = absl::StrSplit(text, ':');
   const absl::StatusOr<v1::NumberFormat> format = ParseFormat(parts[0]);
   if (!format.ok()) return format.status();
@@ -412,10 +462,15 @@ absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text) {
     // Granularities and methods may have a colon of their own.
     std::string joined(part);
     int64_t axis = 0;
-    if (has_next &&
-        (part == "group" || part == "best-of" ||
-         (part == "fixed" && absl::StrContains(parts[i + 1], ',')) ||
-         (part == "per-channel" && absl::SimpleAtoi(parts[i + 1], &axis)))) {
+    if (part == "group" && i + 2 < parts.size() &&
+        absl::SimpleAtoi(parts[i + 2], &axis)) {
+      absl::StrAppend(&joined, ":", parts[++i]);
+      absl::StrAppend(&joined, ":", parts[++i]);
+    } else if (has_next &&
+               (part == "group" || part == "best-of" ||
+                (part == "fixed" && absl::StrContains(parts[i + 1], ',')) ||
+                (part == "per-channel" &&
+                 absl::SimpleAtoi(parts[i + 1], &axis)))) {
       absl::StrAppend(&joined, ":", parts[++i]);
     }
     if (part == "per-tensor" || part == "per-channel" || part == "group") {
@@ -569,9 +624,11 @@ absl::Status AddSpec(const std::string& text, SpecSet* set, bool* has_base) {
     set->base = *base;
     return absl::OkStatus();
   }
-  // Only a spec whose format is known can have been meant without a pattern.
+  // Only JSON, or a spec whose format is known, can have been meant without a
+  // pattern.
   const size_t equals = text.find('=');
   const bool is_format =
+      absl::StartsWith(text, "{") ||
       ParseFormat(text.substr(0, text.find_first_of(":="))).ok();
   if (equals == std::string::npos || is_format) return base.status();
   const absl::StatusOr<SpecTemplate> spec =

@@ -22,15 +22,17 @@ struct Granularity {
   // The default leaves it to the format: per tensor, or its blocks.
   enum class Kind { kDefault, kPerTensor, kPerChannel, kGroup, kBlockSize };
   Kind kind = Kind::kDefault;
-  // Axis of kPerChannel.
+  // Axis of kPerChannel and of kGroup; negative ones count from the end.
   int64_t axis = 0;
-  // Elements of a group along the last axis.
+  // Elements of a group along the axis.
   int64_t group = 0;
   // An entry per dimension.
   std::vector<int64_t> block_size;
 };
 
-// "default", "per-tensor", "per-channel", "per-channel:AXIS", "group:N".
+// "default", "per-tensor", "per-channel", "per-channel:AXIS", "group:N",
+// "group:N:AXIS"; without AXIS channels are of the first axis and groups of the
+// last one.
 // Errors: ARGUMENT_INVALID.
 absl::StatusOr<Granularity> ParseGranularity(absl::string_view text);
 
@@ -95,6 +97,9 @@ struct SpecTemplate {
 // In INPUTS, the name of a tensor, "%3A" stands for ":" and "%25" for "%";
 // without it the service takes MODULE.input for a tensor MODULE.weight. E.g.
 // "int4:group:32:asymmetric", "uint8:percentile=0.999", "mxfp4_e2m1:rule=even".
+// Or a JSON object, which says all that a spec may have: "spec" is the protobuf
+// JSON of an EncodingSpec without block_size and granularity, "granularity" is
+// GRANULARITY as above; without it "default".
 // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
 absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text);
 

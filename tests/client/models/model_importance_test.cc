@@ -56,6 +56,16 @@ TEST(ModelImportanceTest, NamesStoredInputsInFull) {
           .importance()
           .axis(),
       1);
+  // So does what a spec says in full.
+  EXPECT_EQ(inputs_of("k.weight",
+                      R"({"spec": {"format": 4, "importance": {"inputs": {
+                          "model": "m", "revision": "r", "tensor": "t"}}}})"),
+            "m@r t");
+  EXPECT_EQ(Applied(importance, "k.weight",
+                    R"({"spec": {"importance": {"weight": [3]}}})")
+                .importance()
+                .weight(0),
+            3);
   // What a spec names stays.
   EXPECT_EQ(inputs_of("k.weight", "int4:mse:importance=other"),
             "net@calibrated other");

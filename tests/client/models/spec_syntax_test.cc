@@ -26,7 +26,10 @@ TEST(SpecSyntaxTest, GranularityBecomesABlockSize) {
   EXPECT_EQ(BlockSize("per-tensor", {4, 3, 2}), Shape());
   EXPECT_EQ(BlockSize("per-channel", {4, 3, 2}), (Shape{1, 0, 0}));
   EXPECT_EQ(BlockSize("per-channel:2", {4, 3, 2}), (Shape{0, 0, 1}));
+  EXPECT_EQ(BlockSize("per-channel:-1", {4, 3, 2}), (Shape{0, 0, 1}));
   EXPECT_EQ(BlockSize("group:32", {4, 3, 64}), (Shape{1, 1, 32}));
+  EXPECT_EQ(BlockSize("group:2:0", {4, 3, 64}), (Shape{2, 1, 1}));
+  EXPECT_EQ(BlockSize("group:3:-2", {4, 3, 64}), (Shape{1, 3, 1}));
   const Granularity block = ParseBlockSize("1,0,16").value();
   EXPECT_EQ(BlockSizeOf(block, Shape{4, 3, 64}).value(), (Shape{1, 0, 16}));
 }
@@ -38,16 +41,19 @@ TEST(SpecSyntaxTest, VectorsAndScalarsArePerTensor) {
 }
 
 TEST(SpecSyntaxTest, RefusesWhatDoesNotFitTheTensor) {
-  EXPECT_FALSE(
-      BlockSizeOf(ParseGranularity("per-channel:2").value(), Shape{4, 3}).ok());
+  for (const char* text :
+       {"per-channel:2", "per-channel:-3", "group:2:2", "group:2:-3"}) {
+    EXPECT_FALSE(BlockSizeOf(ParseGranularity(text).value(), Shape{4, 3}).ok())
+        << text;
+  }
   EXPECT_FALSE(BlockSizeOf(ParseBlockSize("1,0").value(), Shape{4, 3, 2}).ok());
 }
 
 TEST(SpecSyntaxTest, RefusesGranularitiesThatMakeNoSense) {
   for (const char* text :
-       {"", "tensor", "per-tensor:1", "per-channel:", "per-channel:-1",
+       {"", "tensor", "per-tensor:1", "per-channel:", "per-channel:x",
         "per-channels", "group", "group:", "group:0", "group:-4", "group:4x",
-        "group:99999999999999999999"}) {
+        "group:4:", "group:4:x", "group:4:1:1", "group:99999999999999999999"}) {
     EXPECT_FALSE(ParseGranularity(text).ok()) << text;
   }
   for (const char* text : {"", "1,", ",", "a", "-1", "1;2"}) {
@@ -342,6 +348,37 @@ TEST(SpecSyntaxTest, TakesWhatCompletionOffers) {
   }
   for (const std::string& name : GranularityNames()) {
     EXPECT_TRUE(ParseGranularity(name).ok()) << name;
+  }
+}
+
+TEST(SpecSyntaxTest, JsonSaysAllOfASpec) {
+  const SpecTemplate spec = ParseSpec(R"({"granularity": "group:16:0", "spec": {
+          "format": "NUMBER_FORMAT_INT4", "outer_block_size": ["0", "0"],
+          "importance": {"weight": [1, 2.5], "axis": 0}}})")
+                                .value();
+  EXPECT_EQ(spec.spec.format(), v1::NUMBER_FORMAT_INT4);
+  EXPECT_EQ(spec.spec.outer_block_size_size(), 2);
+  EXPECT_EQ(spec.spec.importance().weight(1), 2.5);
+  EXPECT_EQ(BlockSizeOf(spec.granularity, Shape{32, 8}).value(),
+            (Shape{16, 1}));
+  EXPECT_EQ(ParseSpec(R"({"spec": {"format": 8}, "granularity": "block=1,0"})")
+                ->granularity.block_size,
+            (Shape{1, 0}));
+  SpecSet set;
+  bool has_base = false;
+  ASSERT_TRUE(AddSpec(R"({"spec": {"codebook": [1]}})", &set, &has_base).ok());
+  EXPECT_TRUE(has_base);
+  ASSERT_TRUE(
+      AddSpec(R"(a*={"spec": {"codebook": [2]}})", &set, &has_base).ok());
+  EXPECT_EQ(set.For("ab")->spec.codebook(0), 2);
+  for (const char* text :
+       {"{", "{}", R"({"spec": 1})", R"({"spec": {"form": 1}})",
+        R"({"spec": {}, "more": ""})", R"({"spec": {}, "granularity": "x"})",
+        R"({"spec": {"block_size": [1]}})",
+        R"({"spec": {"granularity": {"axis": 1}}})",
+        R"({"spec": {"a=b": 1}})"}) {
+    EXPECT_FALSE(ParseSpec(text).ok()) << text;
+    EXPECT_FALSE(AddSpec(text, &set, &has_base).ok()) << text;
   }
 }
 

@@ -208,6 +208,9 @@ class EncodingSpec:
                         not parameter and parts and _is_parameter(word,
                                                                   parts[0])):
                     parameter = parts.pop(0)
+                    if word == "group" and parts and (
+                            _is_parameter("per-channel", parts[0])):
+                        parameter += ":" + parts.pop(0)
                 for key, value in _parse_part(word, parameter).items():
                     put(**{key: value})
         except (errors.QuantdError, ValueError, OSError) as error:
@@ -300,7 +303,7 @@ def _parse_part(word: str, parameter: str) -> dict[str, object]:
     if word == "per-channel":
         return {"granularity": per_channel(int(parameter or 0))}
     if word == "group":
-        return {"granularity": group(int(parameter))}
+        return {"granularity": group(*map(int, parameter.split(":")))}
     if word in (*_SYMMETRY_WORDS, "symmetric"):
         return {"symmetry": word}
     if word == "power-of-two":
@@ -335,7 +338,7 @@ def _parse_part(word: str, parameter: str) -> dict[str, object]:
     except errors.QuantdError:
         raise ValueError(
             "expected a granularity (per-tensor, per-channel, per-channel:AXIS,"
-            f" group:N), a symmetry ({', '.join(_SYMMETRY_WORDS)}), a method "
+            f" group:N, group:N:AXIS), a symmetry ({', '.join(_SYMMETRY_WORDS)}), a method "
             f"({', '.join(_METHOD_WORDS)}) or an option (power-of-two, "
             "no-saturation, real-zero-point, scale=TYPE, rule=RULE, block=N,N, "
             "tail=SIDE, steps=N, bins=N, entries=N,N, mantissa-bits=N, "
