@@ -43,7 +43,7 @@ constexpr char kRestOfSpecs[] =
 Granularities; the default is per-tensor, or the format's own blocks:
   per-tensor            one scale
   per-channel[:AXIS]    a scale for each index of an axis; default axis 0
-  group:N               a scale for N elements along the last axis
+  group:N[:AXIS]        a scale for N elements along the last axis, or another
   block=N,N,...         a number for each dimension, 0 for the whole of it
   A tensor of fewer than two dimensions has one scale, but with block=.
 
@@ -85,6 +85,9 @@ Options:
                         --inputs says of which model. Write %3A for ":" in its
                         name
   importance-axis=N     the dimension that has the inputs; default the last
+
+A spec may also be JSON, which says all of an EncodingSpec of proto/:
+  {"spec":{"format":"NUMBER_FORMAT_INT4"},"granularity":"group:32"}
 
 What granularity costs:
   An encoding takes 4 bytes for a scale, and 4 more with zero points. So int4
@@ -140,6 +143,13 @@ and NaN are null. Where a tensor failed its entry has
 
 and the exit code is 1. An error that ends the command is a document with error
 alone. The reasons are stable; proto/ lists those of each call.
+
+With --progress-fd N a command that handles many tensors writes lines such as
+
+  {"done_bytes":4096,"total_bytes":8192,"tensor":"fc1.weight"}
+
+to file descriptor N while it runs, also with --quiet; commands that do not read
+tensors write done_count and total_count.
 
 encodings get, and encodings put --json, print protobuf JSON of
 quantd.v1.StoredEncoding instead, without json_version. So are the entries of

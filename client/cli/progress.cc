@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -17,6 +19,7 @@
 #include "client/cli/printable.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {
@@ -39,6 +42,11 @@ size_t StderrWidth() {
     return 80;
   }
   return size.ws_col;
+}
+
+int* ProgressFd() {
+  static int fd = -1;
+  return &fd;
 }
 
 Progress::Progress(uint64_t total_bytes, bool enabled)
@@ -68,7 +76,27 @@ void Progress::Set(uint64_t done, uint64_t total, absl::string_view what) {
   Draw(what);
 }
 
+void Progress::WriteLine(absl::string_view what) const {
+  const char* const unit = unit_ == Unit::kBytes ? "bytes" : "count";
+  const Json step = {{absl::StrCat("done_", unit), done_},
+                     {absl::StrCat("total_", unit), total_},
+                     {"tensor", std::string(what)}};
+  const std::string line = absl::StrCat(
+      step.dump(-1, ' ', false, Json::error_handler_t::replace), "\n");
+  // A program that does not read them is no error of the command; SIGPIPE ends
+  // it where nobody can.
+  size_t written = 0;
+  while (written < line.size()) {
+    const ssize_t count =
+        write(*ProgressFd(), line.data() + written, line.size() - written);
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) return;
+    written += static_cast<size_t>(count);
+  }
+}
+
 void Progress::Draw(absl::string_view what) {
+  if (*ProgressFd() >= 0) WriteLine(what);
   if (!enabled_) return;
   const absl::Time now = absl::Now();
   if (now - last_drawn_ < kInterval) return;

@@ -1,4 +1,4 @@
-// A progress bar on stderr.
+// The progress of a command: a bar on stderr, or lines of JSON for a program.
 
 #ifndef QUANTD_CLIENT_CLI_PROGRESS_H_
 #define QUANTD_CLIENT_CLI_PROGRESS_H_
@@ -18,13 +18,18 @@ bool StderrIsTerminal();
 // Columns of the terminal, or 80 where there is none.
 size_t StderrWidth();
 
-// Draws at most ten times a second, and only when stderr is a terminal. Not
-// thread-safe.
+// The file descriptor that every Progress writes its steps to, enabled or not:
+// each is a line {"done_bytes":1,"total_bytes":2,"tensor":""}, or has
+// done_count and total_count. Negative for none. Set by the command line.
+int* ProgressFd();
+
+// Draws a bar at most ten times a second, and only when stderr is a terminal.
+// Not thread-safe.
 class Progress {
  public:
   enum class Unit { kBytes, kTensors };
 
-  // `enabled` false draws nothing in any case.
+  // `enabled` false draws no bar in any case.
   Progress(uint64_t total_bytes, bool enabled);
   // The total comes with Set.
   Progress(Unit unit, bool enabled);
@@ -40,6 +45,7 @@ class Progress {
 
  private:
   void Draw(absl::string_view what);
+  void WriteLine(absl::string_view what) const;
 
   const Unit unit_;
   uint64_t total_;

@@ -6,6 +6,7 @@
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/help_topics.h"
+#include "client/cli/progress.h"
 #include "client/cli/session.h"
 #include "client/files/errors.h"
 #include "client/files/mapped_file.h"
@@ -44,6 +45,11 @@ void AddGlobalOptions(Command* quantctl, Session* session) {
                     "Print one JSON document; see quantctl help json");
   quantctl->AddFlag("-q,--quiet", &session->quiet,
                     "Print nothing but errors, and what --json asks for");
+  quantctl
+      ->AddOption("--progress-fd", ProgressFd(), "N",
+                  "Write how far the command is to this file descriptor, as "
+                  "lines of JSON; see quantctl help json")
+      ->NotNegative();
   quantctl
       ->AddOption("--timeout", &session->timeout_seconds, "SECONDS",
                   "Time for a call, or for a tensor without progress, such as "

@@ -264,18 +264,17 @@ class Quantizer {
     events.on_unread = [this](const files::UnreadTensor& tensor) {
       ReportUnread(tensor, &session_);
     };
-    if (!session_.quiet) {
-      events.on_note = events.on_warning;
-      events.on_progress = [this](uint64_t done_bytes, uint64_t total_bytes,
-                                  absl::string_view tensor) {
-        if (done_bytes == 0) {
-          progress_.emplace(Progress::Unit::kBytes, /*enabled=*/true);
-        } else if (progress_.has_value()) {
-          progress_->Set(done_bytes, total_bytes, tensor);
-          if (done_bytes == total_bytes) progress_.reset();
-        }
-      };
-    }
+    if (!session_.quiet) events.on_note = events.on_warning;
+    events.on_progress = [this](uint64_t done_bytes, uint64_t total_bytes,
+                                absl::string_view tensor) {
+      if (done_bytes == 0) {
+        progress_.emplace(Progress::Unit::kBytes, !session_.quiet);
+      }
+      if (progress_.has_value()) {
+        progress_->Set(done_bytes, total_bytes, tensor);
+        if (done_bytes == total_bytes) progress_.reset();
+      }
+    };
     events.on_step = [this] {
       interrupt_note_.Set(
           UnfinishedText(run_.options(), run_.plan(), run_.server()));

@@ -14,6 +14,7 @@ import random
 import re
 import shlex
 import struct
+import subprocess
 import sys
 import unittest
 
@@ -114,6 +115,30 @@ class QuantctlTest(QuantctlCase):
             {"conv1.weight": "int8", "conv2.weight": "int8",
              "fc1.weight": "int4", "fc2.weight": "nf4"})
         self.assertEqual(sorted(report["formats"]), ["int4", "int8", "nf4"])
+
+    def test_ProgressGoesToAFileDescriptor(self):
+        weights = read_safetensors(WEIGHTS)[0]
+        total = sum(len(data) for name, (_, _, data) in weights.items()
+                    if name.endswith("weight"))
+        for command in (("quantize", "-o", self.path("out"), "--no-store"),
+                        ("sweep",), ("evaluate",)):
+            with open(self.path("steps"), "w+b") as file:
+                subprocess.run(
+                    [self.quantctl, "--progress-fd", str(file.fileno()),
+                     "--quiet", *command, "--spec", "int8", WEIGHTS],
+                    pass_fds=[file.fileno()], env=self.environment, check=True)
+                file.seek(0)
+                steps = [json.loads(line) for line in file]
+            done = [step["done_bytes"] for step in steps]
+            self.assertEqual(done, sorted(done), command)
+            self.assertEqual({step["total_bytes"] for step in steps}, {total})
+            self.assertEqual(done[-1], total)
+            self.assertEqual({step["tensor"] for step in steps} - {""},
+                             {name for name in weights
+                              if name.endswith("weight")})
+        # One that cannot be written to takes nothing away.
+        self.run_quantctl("--progress-fd", "99", "sweep", WEIGHTS, "--spec",
+                          "int8")
 
     def test_AContributionCountsOnce(self):
         def calibrate(sequence):
