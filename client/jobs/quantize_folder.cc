@@ -350,7 +350,7 @@ absl::Status QuantizeFolder::WriteIndex() const {
     }
   }
   if (!plan_.index_fields.empty()) {
-    events_.Note(absl::StrCat(
+    events_.Warn(absl::StrCat(
         "of ", files::PathIn(options_.input, files::kShardIndexName),
         " not kept: ", NamesText(plan_.index_fields)));
   }

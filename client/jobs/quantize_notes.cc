@@ -30,6 +30,7 @@ class Notes {
 
   std::vector<QuantizeNote> Collect() {
     Add(Kind::kWarning, plan_.input_notes);
+    Add(Kind::kWarning, plan_.warnings);
     AddNotFinite();
     AddCoarseScales();
     AddClippedInputs();

@@ -683,9 +683,7 @@ absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
           shard->selected.push_back(&tensor);
           const std::string text =
               OneScaleText(*plan->specs.For(tensor.name), tensor);
-          if (!text.empty()) {
-            plan->notes.push_back(text);
-          }
+          if (!text.empty()) plan->warnings.push_back(text);
         }
       } else if (options.IsGguf()) {
         *status =

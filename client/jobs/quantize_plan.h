@@ -127,9 +127,11 @@ struct QuantizePlan {
   // Notes on tensors that other programs quantized; see NotesOf.
   std::vector<std::string> input_notes;
   // Notes on tensors that are not quantized as it was asked for: without
-  // elements, or without whole blocks of the GGUF type; and on files of earlier
-  // runs that are damaged.
+  // elements, or without whole blocks of the GGUF type.
   std::vector<std::string> notes;
+  // Tensors with one scale in the place of several, and files of earlier runs
+  // that are damaged.
+  std::vector<std::string> warnings;
   // Notes on tensors that --include or a pattern of --spec names, and that are
   // copied all the same.
   std::vector<std::string> left_out_notes;

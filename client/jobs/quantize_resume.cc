@@ -359,7 +359,7 @@ class Earlier {
   bool IsIntact(const files::SafetensorsReader& written,
                 const std::string& path) {
     if (CheckData(written, path).ok()) return true;
-    plan_.notes.push_back(absl::StrCat(
+    plan_.warnings.push_back(absl::StrCat(
         path, ": done again, as its data are not those that were written"));
     return false;
   }

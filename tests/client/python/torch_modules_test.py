@@ -153,6 +153,16 @@ def test_WhatIsNotFiniteIsWarnedOf(client):
         "quantd: tensor 'weight' has 0 NaN and 1 infinities: all elements of "
         "their blocks become NaN"]
     assert blocks.weight.isnan().sum() == 32
+    small = torch.nn.Linear(32, 3, bias=False)
+    with torch.no_grad():
+        small.weight.mul_(1e-7)
+    with pytest.warns(RuntimeWarning) as told:
+        quantd.torch.quantize_(small, "int8:per-channel:scale=float16",
+                               client=client)
+    assert [str(one.message) for one in told] == [
+        "quantd: tensor 'weight': 3 scales are below 2^-20, where float16 has "
+        "few numbers: their elements lose much"]
+    assert told[0].filename == __file__
     first, second, third = done.replaced
     assert (first.nan_count, first.infinity_count) == (2, 1)
     assert math.isfinite(first.sqnr_db)

@@ -18,7 +18,8 @@ from quantd._requests import QuantizeJob, Rounding, Sources
 from quantd._tables import ResultList, Tabular
 from quantd._torch_blocks import (LaidOut, keeping_types, plain_block_size,
                                   spread)
-from quantd._values import infinities_text, warn_of_not_finite
+from quantd._values import (coarse_scale_count, infinities_text,
+                            warn_of_coarse_scales, warn_of_not_finite)
 from quantd.client import Client
 from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
                              Source)
@@ -293,9 +294,12 @@ def quantize_(model: torch.nn.Module, specs: Sources, *, client: Client,
             importance=weight.name in weighed)
         for weight, module, how, quantized in zip(chosen, made, roundings,
                                                   found))
-    for row, weight in zip(replaced, chosen):
+    for row, weight, quantized in zip(replaced, chosen, found):
         warn_of_not_finite(row.name, row.format, row.nan_count,
                            row.infinity_count, 2)
+        assert quantized.encoding is not None
+        warn_of_coarse_scales(row.name, coarse_scale_count(quantized.encoding),
+                              2)
         if row.overflow_count:
             warnings.warn(
                 f"quantd: tensor {row.name!r}: " + infinities_text(
