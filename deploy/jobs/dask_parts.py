@@ -4,7 +4,8 @@
   dask_parts.py SRC DST SPEC [--server ADDRESS] [--scheduler ADDRESS] [--parts N]
 
 SPEC as of quantctl, several of them in one argument with spaces between. Without
-a scheduler, four workers on this machine.
+a scheduler, four workers on this machine. Workers need quantctl, in the wheel of
+quantd or in PATH.
 """
 
 import argparse

@@ -35,6 +35,8 @@ arguments.add_argument("--quantd", required=True)
 arguments.add_argument("--quantctl", required=True)
 options, unittest_arguments = arguments.parse_known_args()
 
+os.environ["QUANTD_QUANTCTL"] = os.path.abspath(options.quantctl)
+
 JOBS = os.path.join(configuration.ROOT, "deploy/jobs")
 SPECS = ["*q_proj*=int4:group:32", "int8:per-channel"]
 WAIT_S = 120

@@ -20,6 +20,12 @@ def pytest_addoption(parser):
     parser.addoption("--quantctl")
 
 
+def pytest_configure(config):
+    quantctl = config.getoption("--quantctl")
+    if quantctl:
+        os.environ["QUANTD_QUANTCTL"] = os.path.abspath(quantctl)
+
+
 @pytest.fixture(scope="module")
 def server(request):
     """A live quantd, and a store of its own, for all tests of a file."""

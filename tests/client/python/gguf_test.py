@@ -198,10 +198,10 @@ def write_mixed(path):
                       for name, number, shape, data in tensors])
 
 
-def test_BlocksAreQuantizedOnlyWhenAskedTo(client, quantctl, tmp_path):
+def test_BlocksAreQuantizedOnlyWhenAskedTo(quantctl, tmp_path):
     path, restored = tmp_path / "x.gguf", tmp_path / "floats.safetensors"
     write_mixed(path)
-    refused = requantizing.check_file(path, tmp_path, quantctl, client)
+    refused = requantizing.check_file(path, tmp_path, quantctl)
     assert '"blk.0.weight" is quantized already, to q4_K' in refused
     # A file is its own reference, before and after.
     for file, reference in ((path, restored), (restored, path)):

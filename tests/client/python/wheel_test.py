@@ -25,9 +25,10 @@ except ImportError as missing:
     sys.exit(77)
 
 
-def make(folder, **environment):
+def make(folder, *arguments, **environment):
     return subprocess.run(
-        [sys.executable, MAKE, folder], env={**os.environ, **environment},
+        [sys.executable, MAKE, folder, *arguments],
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         check=False)
 
@@ -82,6 +83,30 @@ class WheelTest(unittest.TestCase):
         self.assertIn("is there already and differs", refused.stdout)
         with open(path, "rb") as file:
             self.assertEqual(file.read(), b"mine")
+
+    def test_ItMayHaveTheEngine(self):
+        engine = os.path.join(self.folder, "engine")
+        with open(engine, "w", encoding="utf-8") as file:
+            file.write(f"#!/bin/sh\necho quantctl {VERSION}\n")
+        os.chmod(engine, 0o755)
+        made = make(self.folder, engine)
+        self.assertEqual(made.returncode, 0, made.stdout)
+        path = made.stdout.strip()
+        self.assertRegex(os.path.basename(path),
+                         rf"^quantd-{VERSION}-py3-none-linux_\w+\.whl$")
+        with zipfile.ZipFile(path) as archive:
+            info = archive.getinfo("quantd/bin/quantctl")
+            self.assertEqual(info.external_attr >> 16 & 0o777, 0o755)
+            archive.extractall(os.path.join(self.folder, "installed"))
+        installed = os.path.join(self.folder, "installed/quantd/bin/quantctl")
+        os.chmod(installed, 0o755)
+        found = subprocess.run(
+            [sys.executable, "-c",
+             "from quantd import _engine; print(_engine._find())"],
+            env={"PYTHONPATH": os.path.join(self.folder, "installed"),
+                 "PATH": ""},
+            cwd=self.folder, stdout=subprocess.PIPE, text=True, check=True)
+        self.assertEqual(found.stdout.strip(), installed)
 
     def test_StubsOfNewerCompilersAskForANewerRuntime(self):
         for version, protobuf in (("3.21.12", "4.21"), ("25.1", "4.21"),

@@ -104,10 +104,14 @@ class ReadmeSnippetsTest(unittest.TestCase):
             os.makedirs(elsewhere)
             python = os.path.join(folder, "venv/bin/python")
 
-            def run_python(containing):
+            engine = os.path.realpath(options.quantctl)
+            with_engine = dict(os.environ, PATH=os.path.dirname(engine) + ":"
+                               + os.environ["PATH"])
+
+            def run_python(containing, env=with_engine):
                 return run(python, "-c",
                            self.at_server(snippet("python", containing)),
-                           cwd=elsewhere)
+                           cwd=elsewhere, env=env)
 
             output = run_python("quantized.codes.dtype")
             self.assertRegex(output, r"int8 \(64, 1\) 0\.01")
@@ -124,6 +128,16 @@ class ReadmeSnippetsTest(unittest.TestCase):
             output = run_python("model.mixed")
             self.assertRegex(output, r"conv1.weight int8 1152 4\d\d")
             self.assertRegex(output, r"fc1.bias None 512 512")
+            # A wheel may have the engine.
+            wheels = os.path.join(folder, "wheels")
+            run(os.path.join(folder, "client/python/make_wheel"), wheels,
+                engine, env=environment)
+            run(python, "-m", "pip", "install", "--no-deps",
+                "--force-reinstall",
+                os.path.join(wheels, *os.listdir(wheels)), env=environment)
+            os.remove(os.path.join(elsewhere, "model.mixed.safetensors"))
+            output = run_python("model.mixed", os.environ)
+            self.assertRegex(output, r"conv1.weight int8 1152 4\d\d")
             output = run_python("max_bits_per_element=[4.5, 6]")
             self.assertRegex(
                 output, r"\('max_bits_per_element', 6\) 9\d{4} \d+\.\d dB")

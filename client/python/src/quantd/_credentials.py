@@ -7,6 +7,7 @@ import collections
 import re
 import threading
 import time
+import weakref
 from typing import Any, Callable, Optional
 
 import grpc
@@ -14,6 +15,9 @@ import grpc
 from quantd import errors
 
 _INTERVAL_S = 1.0
+# Options of quantctl by what tls_credentials() made.
+_FLAGS: weakref.WeakKeyDictionary[grpc.ChannelCredentials, list[str]] = (
+    weakref.WeakKeyDictionary())
 _LOCAL = re.compile(r"(127\.[0-9.]+|localhost|\[::1\])(:\d+)?$")
 
 
@@ -30,10 +34,24 @@ def tls_credentials(ca: Optional[str] = None, certificate: Optional[str] = None,
         raise errors.argument_invalid(
             "expected a client's certificate together with its key, got one "
             "of them", "certificate")
-    return grpc.ssl_channel_credentials(*(
+    paths = {"ca": ca, "key": key, "certificate": certificate}
+    credentials = grpc.ssl_channel_credentials(*(
         None if path is None else _read(path, field)
-        for path, field in ((ca, "ca"), (key, "key"),
-                            (certificate, "certificate"))))
+        for field, path in paths.items()))
+    _FLAGS[credentials] = ["--tls", *(
+        f"--tls-{field}={path}" for field, path in paths.items()
+        if path is not None)]
+    return credentials
+
+
+def flags_of(credentials: grpc.ChannelCredentials) -> list[str]:
+    """Options of quantctl for the same TLS. Raises: ARGUMENT_INVALID."""
+    flags = _FLAGS.get(credentials)
+    if flags is None:
+        raise errors.argument_invalid(
+            "expected credentials of tls_credentials() for work on files, "
+            "which another process does", "credentials")
+    return flags
 
 
 def _read(path: str, field: str) -> bytes:

@@ -13,7 +13,6 @@ import stat
 import string
 import struct
 import tempfile
-import threading
 import tokenize
 from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
 
@@ -21,7 +20,6 @@ import grpc
 import numpy as np
 
 from quantd import _gguf, errors
-from quantd._scale_stream import xxh3_64
 from quantd.tensor import Array
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -34,7 +32,6 @@ _METADATA = "__metadata__"
 _MOST_HEADER_BYTES = 100_000_000
 _COPY_BYTES = 1 << 24
 # Stands for the hexadecimal digits of a checksum, until it is known.
-NO_CHECKSUM = "0" * 16
 # Bytes of what comes before the data of GGUF that are read at a time.
 _WINDOW_BYTES = 1 << 16
 _MOST_NAMES = 100
@@ -115,12 +112,6 @@ def exists(path: str, more: str = "") -> errors.QuantdError:
     return errors.QuantdError(
         grpc.StatusCode.ALREADY_EXISTS, "FILE_EXISTS",
         f"{path} is there already{more}")
-
-
-def incomplete(path: str, what: str) -> errors.QuantdError:
-    """Something that has to be there first."""
-    return errors.QuantdError(grpc.StatusCode.FAILED_PRECONDITION,
-                              "FILE_INCOMPLETE", f"{path}: {what}")
 
 
 def size_of(dtype: str, shape: Iterable[int]) -> int:
@@ -318,7 +309,6 @@ class InputFile:
 
     tensors: in the order of their data.
     unread: names of tensors of types that are not read.
-    sources: all files that its floats were made of, where it had codes.
     pairs, alignment: of GGUF, the metadata: keys, and pairs as they lie there.
     """
 
@@ -326,7 +316,6 @@ class InputFile:
     tensors: Mapping[str, FileTensor]
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unread: Sequence[str] = ()
-    sources: Sequence[str] = ()
     pairs: Sequence[tuple[bytes, bytes]] = ()
     alignment: int = GGUF_ALIGNMENT
 
@@ -429,20 +418,6 @@ def open_safetensors(path: str) -> InputFile:
         raise malformed(
             path, f"expected {end} bytes of data, got {size - first}")
     return InputFile(path, found, metadata)
-
-
-def data_checksum(file: InputFile) -> str:
-    """Checksum of a safetensors file: XXH3 of its data, all of which this
-    reads, in hexadecimal. Raises: FILE_CHANGED, FILE_UNREADABLE."""
-    state = xxh3_64()
-    for tensor in file.tensors.values():
-        data = tensor.data
-        assert data is not None
-        for at in range(0, data.nbytes, _COPY_BYTES):
-            state.update(data.source.read(
-                data.begin + at, min(_COPY_BYTES, data.nbytes - at),
-                tensor.name).data)
-    return f"{state.intdigest():016x}"
 
 
 def _entry(path: str, name: str, entry: Any
@@ -676,44 +651,16 @@ def _check_single(folder: str) -> None:
             f"no {', '.join(_TENSOR_EXTENSIONS)} file"))
 
 
-class ShardIndex:
-    """What tells the shards of a model."""
-
-    def __init__(self, document: dict[str, Any]) -> None:
-        # The shard of each tensor; empty without an index.
-        self.weight_map: dict[str, str] = document.get("weight_map", {})
-        # Names of shards, each once, in order.
-        self.shards = (sorted(set(self.weight_map.values())) or
-                       [SINGLE_NAME])
-        # "metadata.total_parameters", if it is an integer.
-        self.total_parameters: Optional[int] = None
-        # All others but "metadata.total_size", in order.
-        self.other_fields: list[str] = []
-        for name, value in sorted(document.items()):
-            if name == "weight_map":
-                continue
-            if name != "metadata" or not isinstance(value, dict):
-                self.other_fields.append(name)
-                continue
-            for key, entry in sorted(value.items()):
-                if key == "total_parameters" and type(entry) is int and (
-                        0 <= entry < 1 << 64):
-                    self.total_parameters = entry
-                elif key != "total_size":
-                    self.other_fields.append(f"metadata.{key}")
-
-
-def read_index(folder: str) -> ShardIndex:
-    """The index of a folder; that of its only shard has no weight_map.
+def _read_weight_map(folder: str) -> dict[str, str]:
+    """The shard of each tensor; empty for a folder without an index.
 
     Raises: FILE_UNREADABLE, FILE_MALFORMED.
     """
     path = os.path.join(folder, INDEX_NAME)
     if not os.path.exists(path):
         _check_single(folder)
-        return ShardIndex({})
-    document = read_json(path)
-    weight_map = document.get("weight_map")
+        return {}
+    weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise malformed(path, "expected a weight_map of tensors")
     for tensor, name in weight_map.items():
@@ -721,7 +668,7 @@ def read_index(folder: str) -> ShardIndex:
                 "/" in name or "\0" in name or name.startswith(".")):
             raise malformed(path, f"weight_map[{tensor!r}]: expected the name "
                             "of a .safetensors file in the folder")
-    return ShardIndex(document)
+    return weight_map
 
 
 def open_folder(folder: str) -> list[InputFile]:
@@ -729,9 +676,9 @@ def open_folder(folder: str) -> list[InputFile]:
 
     Raises: FILE_UNREADABLE, FILE_MALFORMED.
     """
-    index = read_index(folder)
-    files = [open_safetensors(os.path.join(folder, name))
-             for name in index.shards]
+    weight_map = _read_weight_map(folder)
+    files = [open_safetensors(os.path.join(folder, name)) for name in
+             sorted(set(weight_map.values())) or [SINGLE_NAME]]
     seen: set[str] = set()
     for file in files:
         for tensor in file.tensors:
@@ -739,7 +686,7 @@ def open_folder(folder: str) -> list[InputFile]:
                 raise malformed(folder,
                                 f"tensor {tensor!r} is in two of its files")
             seen.add(tensor)
-    for tensor, name in index.weight_map.items():
+    for tensor, name in weight_map.items():
         if tensor not in seen:
             raise malformed(folder, f"the index has tensor {tensor!r} in "
                             f"{name}, where it is not")
@@ -867,27 +814,6 @@ class AtomicFile:
         os.link(self._descriptor(), name, src_dir_fd=self._fd,
                 follow_symlinks=True)
 
-    def rewrite(self, data: bytes) -> None:
-        """Puts it over the first bytes. Raises: FILE_UNWRITABLE."""
-        try:
-            at = 0
-            while at < len(data):
-                at += os.pwrite(self._fd, data[at:], at)
-        except OSError as error:
-            raise unwritable(self._path, error) from error
-
-    def checksum_from(self, begin: int) -> str:
-        """XXH3 of what was written from there on, in hexadecimal. Raises:
-        FILE_UNWRITABLE."""
-        state = xxh3_64()
-        try:
-            while piece := os.pread(self._fd, _COPY_BYTES, begin):
-                state.update(piece)
-                begin += len(piece)
-        except OSError as error:
-            raise unwritable(self._path, error) from error
-        return f"{state.intdigest():016x}"
-
     def commit(self) -> None:
         """Makes the file durable and visible.
 
@@ -931,17 +857,10 @@ class AtomicFile:
         self.close()
 
 
-def write_text(path: str, text: str) -> None:
-    """Replaces what is there. Raises: FILE_UNWRITABLE."""
-    with AtomicFile(path, overwrite=True) as file:
-        file.write(text.encode("utf-8", "replace"))
-        file.commit()
-
-
 def header_text(path: str,
                 entries: Iterable[tuple[str, str, Sequence[int]]],
-                metadata: Mapping[str, str], room: int = 0) -> bytes:
-    """Text that a safetensors file begins with, at least `room` bytes of it.
+                metadata: Mapping[str, str]) -> bytes:
+    """Text that a safetensors file begins with.
 
     entries: name, type and shape, in the order of their data.
 
@@ -956,7 +875,7 @@ def header_text(path: str,
         header[name] = {"dtype": dtype, "shape": shape,
                         "data_offsets": [begin, end]}
     text = to_json(header).encode("utf-8", "replace")
-    text += b" " * max(-len(text) % 8, room - 8 - len(text))
+    text += b" " * (-len(text) % 8)
     if len(text) > _MOST_HEADER_BYTES:
         raise malformed(path, f"the header would take {len(text)} bytes, the "
                         f"format allows {_MOST_HEADER_BYTES}")
@@ -969,8 +888,7 @@ class _Entry:
     dtype: str
     shape: tuple[int, ...]
     size_bytes: int
-    # The bytes, or where they are in the spool.
-    data: Optional[Callable[[], Array]]
+    # Where the bytes are in the spool.
     offset: int
 
 
@@ -978,14 +896,13 @@ class SafetensorsWriter:
     """Writes what quantctl writes: tensors with wider elements first, among
     equals in the order of their keys. What is added goes to a file without a
     name, because the header, whose size is not known before the last tensor,
-    comes first. A context manager; thread-safe but for finish()."""
+    comes first. A context manager; not thread-safe."""
 
     def __init__(self, path: str, overwrite: bool) -> None:
         """Raises: FILE_EXISTS, FILE_UNWRITABLE."""
         check_writable(path, overwrite)
         self._path = path
         self._overwrite = overwrite
-        self._lock = threading.Lock()
         self._entries: dict[str, tuple[Any, _Entry]] = {}
         self._spool_bytes = 0
         self.metadata: dict[str, str] = {}
@@ -995,37 +912,16 @@ class SafetensorsWriter:
         except OSError as error:
             raise unwritable(path, error) from error
 
-    def reserve(self, size_bytes: int) -> tuple[Array, int]:
-        """Memory of the spool to write to, and its offset there.
-
-        Raises: FILE_UNWRITABLE.
-        """
-        page = mmap.ALLOCATIONGRANULARITY
-        with self._lock:
-            offset = -(-self._spool_bytes // page) * page
-            self._spool_bytes = offset + size_bytes
-        if not size_bytes:
-            return np.empty(0, np.uint8), offset
-        try:
-            # Now, not by a signal when it is written to.
-            os.posix_fallocate(self._spool.fileno(), offset, size_bytes)
-            mapped = mmap.mmap(self._spool.fileno(), size_bytes, offset=offset)
-        except OSError as error:
-            raise unwritable(self._path, error) from error
-        return np.frombuffer(mapped, np.uint8), offset
-
     def add(self, key: Any, name: str, dtype: str, shape: Sequence[int],
-            data: Array) -> int:
-        """Copies the bytes to disk; says how many there are.
+            data: Array) -> None:
+        """Copies the bytes to disk.
 
         Raises: FILE_MALFORMED for a name that is taken, FILE_UNWRITABLE.
         """
         view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-        with self._lock:
-            offset = self._spool_bytes
-            self._spool_bytes += len(view)
-        self._put(key, _Entry(name, dtype, tuple(shape), len(view), None,
-                              offset))
+        offset = self._spool_bytes
+        self._spool_bytes += len(view)
+        self._put(key, _Entry(name, dtype, tuple(shape), len(view), offset))
         try:
             at = offset
             while len(view):
@@ -1034,22 +930,6 @@ class SafetensorsWriter:
                 view = view[written:]
         except OSError as error:
             raise unwritable(self._path, error) from error
-        return at - offset
-
-    def add_reserved(self, key: Any, name: str, dtype: str,
-                     shape: Sequence[int], offset: int) -> int:
-        """Like add(), but for what was written to reserve()."""
-        size_bytes = size_of(dtype, shape)
-        self._put(key, _Entry(name, dtype, tuple(shape), size_bytes, None,
-                              offset))
-        return size_bytes
-
-    def add_view(self, key: Any, name: str, dtype: str, shape: Sequence[int],
-                 data: Callable[[], Array]) -> int:
-        """Like add(), but the bytes are asked for at finish()."""
-        size_bytes = size_of(dtype, shape)
-        self._put(key, _Entry(name, dtype, tuple(shape), size_bytes, data, 0))
-        return size_bytes
 
     def _put(self, key: Any, entry: _Entry) -> None:
         if entry.size_bytes != size_of(entry.dtype, entry.shape):
@@ -1057,15 +937,12 @@ class SafetensorsWriter:
                 self._path, f"tensor {entry.name!r}: the data have "
                 f"{entry.size_bytes} bytes, the shape "
                 f"{size_of(entry.dtype, entry.shape)}")
-        with self._lock:
-            if entry.name == _METADATA or entry.name in self._entries:
-                raise malformed(self._path, f"the name {entry.name!r} is taken")
-            self._entries[entry.name] = key, entry
+        if entry.name == _METADATA or entry.name in self._entries:
+            raise malformed(self._path, f"the name {entry.name!r} is taken")
+        self._entries[entry.name] = key, entry
 
-    def finish(self, header_room: int = 0, checksum_key: str = "") -> int:
-        """Writes the file; says how large it is. The header takes at least so
-        many bytes, with spaces behind it. With a key the metadata have the
-        XXH3 of the data under it.
+    def finish(self) -> int:
+        """Writes the file; says how large it is.
 
         Raises: FILE_EXISTS, FILE_UNWRITABLE, FILE_MALFORMED for a header over
         the limit.
@@ -1073,27 +950,15 @@ class SafetensorsWriter:
         entries = [entry for _, entry in sorted(
             self._entries.values(),
             key=lambda item: (-DTYPES[item[1].dtype].itemsize, item[0]))]
-
-        def header() -> bytes:
-            return header_text(self._path, [
-                (entry.name, entry.dtype, entry.shape) for entry in entries],
-                               self.metadata, header_room)
-
-        if checksum_key:
-            self.metadata[checksum_key] = NO_CHECKSUM
-        text = header()
+        text = header_text(
+            self._path, [(entry.name, entry.dtype, entry.shape)
+                         for entry in entries], self.metadata)
         with AtomicFile(self._path, self._overwrite) as file:
             file.write(text)
             for entry in entries:
-                if entry.data is not None:
-                    file.write(np.ascontiguousarray(entry.data()))
-                elif entry.size_bytes:
+                if entry.size_bytes:
                     file.write_from(self._spool.fileno(), entry.offset,
                                     entry.size_bytes)
-            if checksum_key:
-                # This text is as long as the one that it takes the place of.
-                self.metadata[checksum_key] = file.checksum_from(len(text))
-                file.rewrite(header())
             file.commit()
         return len(text) + sum(entry.size_bytes for entry in entries)
 

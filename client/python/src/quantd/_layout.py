@@ -19,8 +19,6 @@ from quantd.v1 import encoding_pb2 as pb
 
 KEY_PREFIX = "quantd."
 SUFFIXES = (".scale", ".zero_point", ".outer_scale", ".codebook")
-# The codes first, and all that lies beside them.
-SUFFIXES_AS_WRITTEN = ("", ".scale", ".outer_scale", ".codebook", ".zero_point")
 _SCALE_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16",
                  "e8m0": "U8", "integer": "U8", "e4m3": "F8_E4M3"}
 
@@ -59,13 +57,10 @@ def code_limits(format_name: str) -> tuple[int, int]:
 
 
 def write(writer: SafetensorsWriter, key: Any, name: str,
-          tensor: QuantizedTensor,
-          add_codes: Optional[Callable[[Any, str, Sequence[int]], int]] = None
-          ) -> int:
-    """Adds a tensor and all that lies beside its codes; says how many bytes.
+          tensor: QuantizedTensor) -> None:
+    """Adds a tensor and all that lies beside its codes.
 
-    key: its place among others. add_codes: is called with the key, the type
-        and the shape of the codes in place of adding them.
+    key: its place among others.
 
     Raises: ARGUMENT_INVALID for an encoding that is none of the shape; those of
         SafetensorsWriter.
@@ -83,29 +78,26 @@ def write(writer: SafetensorsWriter, key: Any, name: str,
             f"expected {info.size_bytes(math.prod(tensor.shape))} bytes of "
             f"{encoding.format}, got {codes.nbytes}")
     scale_type = encoding.stored_scale_type
-    size = (add_codes((*key, 0), dtype, dims) if add_codes is not None else
-            writer.add((*key, 0), name, dtype, dims, codes))
-    size += writer.add((*key, 1), name + ".scale", _SCALE_DTYPES[scale_type],
-                       scale_dims, encoding.stored_scale)
+    writer.add((*key, 0), name, dtype, dims, codes)
+    writer.add((*key, 1), name + ".scale", _SCALE_DTYPES[scale_type],
+               scale_dims, encoding.stored_scale)
     if scale_type in OUTER_SCALE_TYPES:
-        size += writer.add(
-            (*key, 2), name + ".outer_scale", "F32",
-            scale_shape(tensor.shape, encoding.outer_block_size),
-            encoding.outer_scale)
+        writer.add((*key, 2), name + ".outer_scale", "F32",
+                   scale_shape(tensor.shape, encoding.outer_block_size),
+                   encoding.outer_scale)
     if encoding.codebook.size:
-        size += writer.add((*key, 3), name + ".codebook", "F32",
-                           (encoding.codebook.size,), encoding.codebook)
+        writer.add((*key, 3), name + ".codebook", "F32",
+                   (encoding.codebook.size,), encoding.codebook)
     if encoding.zero_point.any():
-        size += writer.add((*key, 4), name + ".zero_point",
-                           "F32" if encoding.zero_points_are_real else "I32",
-                           scale_dims, encoding.zero_point)
-    writer.metadata[KEY_PREFIX + name] = record_text(
+        writer.add((*key, 4), name + ".zero_point",
+                   "F32" if encoding.zero_points_are_real else "I32",
+                   scale_dims, encoding.zero_point)
+    writer.metadata[KEY_PREFIX + name] = _record_text(
         encoding, tensor.shape, tensor.element_type)
-    return size
 
 
-def record_text(encoding: Encoding, shape: Sequence[int], element_type: str
-                ) -> str:
+def _record_text(encoding: Encoding, shape: Sequence[int],
+                 element_type: str) -> str:
     """The metadata of a quantized tensor."""
     qmin, qmax = code_limits(encoding.format)
     record: dict[str, Any] = {
@@ -121,50 +113,6 @@ def record_text(encoding: Encoding, shape: Sequence[int], element_type: str
     if encoding.no_saturation:
         record["no_saturation"] = True
     return _files.to_json(record)
-
-
-def expected(spec: Any, shape: Sequence[int]) -> tuple[Encoding, bool]:
-    """Encoding that a spec of proto/ will become, but for its scales and
-    limits; and whether it will have zero points."""
-    format_name = FORMATS.name(spec.format)
-    info = format_info(format_name)
-    scale_type = _scale_stream.scale_type_of(spec)
-    block_size = _scale_stream.block_size_of(spec, shape)
-    outer: Sequence[int] = ()
-    if scale_type in OUTER_SCALE_TYPES:
-        outer = _scale_stream.outer_block_size_of(spec, shape)
-    symmetry = spec.symmetry
-    is_codebook = format_options(format_name).kind == pb.CODE_KIND_CODEBOOK
-    return Encoding(
-        format_name, block_size=tuple(block_size), scale_type=scale_type,
-        exclude_zero=spec.exclude_zero, no_saturation=spec.no_saturation,
-        outer_block_size=tuple(outer),
-        codebook=np.array(spec.codebook if is_codebook else (), np.float32)
-    ), info.is_integer and (
-        symmetry == pb.SYMMETRY_ASYMMETRIC or
-        symmetry == pb.SYMMETRY_UNSPECIFIED and not info.is_signed)
-
-
-def expected_entries(name: str, spec: Any, shape: Sequence[int]
-                     ) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, type and shape of all that a tensor will be made of."""
-    encoding, has_zero_points = expected(spec, shape)
-    info = format_info(encoding.format)
-    dims = scale_shape(shape, encoding.block_size)
-    scale_type = encoding.stored_scale_type
-    found = [(name, code_dtype(encoding.format),
-              (info.size_bytes(math.prod(shape)),) if info.is_packed
-              else tuple(shape)),
-             (name + ".scale", _SCALE_DTYPES[scale_type], dims)]
-    if scale_type in OUTER_SCALE_TYPES:
-        found.append((name + ".outer_scale", "F32",
-                      scale_shape(shape, encoding.outer_block_size)))
-    if encoding.codebook.size:
-        found.append((name + ".codebook", "F32", (encoding.codebook.size,)))
-    if has_zero_points:
-        found.append((name + ".zero_point",
-                      "F32" if spec.real_zero_point else "I32", dims))
-    return found
 
 
 def loaded(name: str, codes: Array, encoding: Encoding, shape: Sequence[int],

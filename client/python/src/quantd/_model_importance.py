@@ -115,25 +115,6 @@ class ModelImportance:
             importance, inputs=TensorName(self._inputs.model, inputs,
                                           self._inputs.revision)))
 
-    def command_text(self, has_importance: bool) -> bytes:
-        """Text of what decides on the codes, whatever is stored now."""
-        if self._squares is not None:
-            return b"\nimportance"
-        source = self._inputs
-        if not has_importance:
-            return b""
-        return (f"\nimportance={source.model if source else ''}@"
-                f"{source.revision if source else ''}").encode()
-
-    def run_text(self, name: str, spec: EncodingSpec) -> bytes:
-        """Like command_text, but of one tensor, with the statistics of today.
-        spec: as apply() gives it."""
-        inputs = spec.importance and spec.importance.inputs
-        if self._stored is None or not isinstance(inputs, TensorName):
-            return b""
-        return (f"importance {name} {inputs.tensor} "
-                f"{self._stored.state_of(inputs.tensor)}\n").encode()
-
 
 def needs_source(spec: EncodingSpec) -> bool:
     """True if the spec's importance says not all of where it comes from."""

@@ -112,28 +112,3 @@ class StoredInputs:
             if label is not None:
                 return label
         return None
-
-    def command_text(self) -> bytes:
-        """Text of what decides on the codes, whatever is stored now."""
-        rounding = self._rounding
-        damping = "" if rounding.damping is None else f"{rounding.damping:.17g}"
-        return (f"\nrounding=compensated {rounding.model}@{rounding.revision} "
-                f"{damping} {rounding.column_order or ''}").encode()
-
-    def run_text(self, weight: str) -> bytes:
-        """Like command_text, but of one weight, with the statistics of
-        today."""
-        name = self.name_of(weight)
-        if name is None:
-            return b""
-        return f"rounding {weight} {name} {self.state_of(name)}\n".encode()
-
-    def state_of(self, name: str) -> str:
-        """Text that tells the statistics of inputs from those of another time;
-        empty where there are none."""
-        entry = self._entries.get(name)
-        if entry is None:
-            return ""
-        seconds = int(entry.update_time.replace(microsecond=0).timestamp())
-        return (f"{entry.source_count} {entry.size_bytes} {seconds} "
-                f"{entry.update_time.microsecond * 1000}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import Iterable, Mapping, Optional, Sequence
 
@@ -26,44 +25,25 @@ _OF_CODES = (".qweight", ".qzeros", ".weight_packed", ".weight_scale_inv",
              ".W_q", ".comfy_quant", ".Qidxs", ".q_weight", ".trellis", ".suh",
              ".svh")
 _CODES = ("U8", "I8", "F8_E4M3", "F8_E5M2", "I16", "I32")
-# Files that tell of tensors what these do not.
-_CONFIGS = ("config.json", "hf_quant_config.json", "quant_config.json",
-            "quantize_config.json")
 
 
-def open_plain(path: str, requantize: Optional[bool] = None
-               ) -> list[InputFile]:
+def open_plain(path: str) -> list[InputFile]:
     """A file, or the shards of a folder.
-
-    requantize: take what other programs quantized for floats; None where the
-        caller has no such parameter.
 
     Raises: FILE_UNREADABLE, FILE_MALFORMED; FILE_UNSUPPORTED also for what is
         quantized already.
     """
-    is_folder, is_decoded = os.path.isdir(path), False
+    is_folder = os.path.isdir(path)
     files = (_files.open_folder(path) if is_folder
              else [_files.open_file(path)])
     # Codes and their scales may be in different shards.
     tensors = {name: tensor for file in files
                for name, tensor in file.tensors.items()}
-    own = what = next((key[len(_layout.KEY_PREFIX):] for file in files
-                       for key in file.metadata
-                       if key.startswith(_layout.KEY_PREFIX)), None)
-    if what is None and requantize and not path.endswith((".npy", ".gguf")):
-        coded = _read_coded(path, tensors, files)
-        if coded:
-            _checkpoint.warn_of_notes(path, coded, 5)
-            files = [dataclasses.replace(
-                file, tensors=_checkpoint.decoded(file.tensors, coded),
-                sources=_sources_of(file, files, coded),
-                metadata={key: value for key, value in file.metadata.items()
-                          if not key.startswith("quantctl.")})
-                     for file in files]
-            tensors = _checkpoint.decoded(tensors, coded)
-            is_decoded = True
-    what = what or _codes_in(tensors)
-    if what is None and not is_decoded and (is_folder or any(
+    own = next((key[len(_layout.KEY_PREFIX):] for file in files
+                for key in file.metadata
+                if key.startswith(_layout.KEY_PREFIX)), None)
+    what = own or _codes_in(tensors)
+    if what is None and (is_folder or any(
             map(_is_code_matrix, tensors.values()))):
         method = _method_of(path)
         what = f"the model, by {method}" if method else None
@@ -75,9 +55,7 @@ def open_plain(path: str, requantize: Optional[bool] = None
                 "what `quantctl dequantize` makes of it"
                 if is_others or own is not None else
                 "floats that the program that quantized it makes of it; "
-                "quantd does not read such codes") + (
-                ", or take requantize=True, which does both"
-                if requantize is False and is_others else ""))
+                "quantd does not read such codes"))
     return files
 
 
@@ -113,22 +91,6 @@ def _method_of(path: str) -> str:
         "quantization")
     return "modelopt" if isinstance(modelopt, dict) and (
         modelopt.get("quant_algo") is not None) else ""
-
-
-def _sources_of(file: InputFile, files: Sequence[InputFile],
-                coded: Sequence[_checkpoint.Part]) -> list[str]:
-    """Files that the floats of a shard were made of: all that hold a part of
-    one of its tensors, and the configuration."""
-    parts = {name for part in coded if part.parts[0] in file.tensors
-             for name in part.parts}
-    if not parts:
-        return []
-    folder = _folder_of(file.path)
-    found = [os.path.join(folder, name) for name in _CONFIGS]
-    if len(files) > 1:
-        found += [other.path for other in files
-                  if not parts.isdisjoint(other.tensors)]
-    return sorted(found)
 
 
 def _read_coded(path: str, tensors: Mapping[str, FileTensor],

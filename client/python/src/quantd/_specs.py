@@ -5,22 +5,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import warnings
-from typing import Any, Iterable, Mapping, Optional, Sequence, Union
+from typing import Any, Iterable, Mapping, Sequence, Union
 
-from quantd import _files, _globs, errors
+from google.protobuf import json_format
+
+from quantd import _globs, errors
 from quantd._files import FileTensor
 from quantd.encoding import EncodingSpec, Granularity, as_granularity
-from quantd.tensor import FORMATS, format_info
+from quantd.tensor import format_info
 from quantd.v1 import encoding_pb2
 
 # A spec of all, "PATTERN=SPEC" or "@FILE" with such lines as of quantctl sweep,
 # several of them, or specs by pattern.
 SpecsLike = Union[EncodingSpec, str, Sequence[str],
                   Mapping[str, Union[EncodingSpec, str]]]
-_SPACES = " \t\n\v\f\r"
-_KINDS = {"default": 0, "per_tensor": 1, "per_channel": 2, "group": 3,
-          "blocks": 4}
 
 
 def block_size_of(granularity: Granularity, shape: Sequence[int]
@@ -45,20 +45,6 @@ def block_size_of(granularity: Granularity, shape: Sequence[int]
                 f"the block size, got rank {rank}")
         return tuple(granularity.block_size)
     return ()
-
-
-def warn_of_one_scale(name: str, granularity: Granularity,
-                      shape: Sequence[int], stacklevel: int) -> None:
-    """Warns of a tensor of one dimension that was quantized."""
-    if (len(shape) != 1 or shape[0] < 2 or
-            granularity.kind not in ("per_channel", "group")):
-        return
-    warnings.warn(
-        f"quantd: tensor {name!r}: one scale for all of it, not one for each " +
-        (f"group of {granularity.group_size}; blocks of one dimension make "
-         "such" if granularity.kind == "group" else
-         "channel, as it has one dimension"),
-        RuntimeWarning, stacklevel=stacklevel + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,95 +80,24 @@ class Template:
             return (0,) * len(shape)
         return block_size
 
-    def text(self) -> bytes:
-        """Text that tells specs apart, with the bytes that quantctl takes."""
+    def text(self) -> str:
+        """The spec as the JSON that quantctl takes. Raises: ARGUMENT_INVALID."""
         granularity = self.granularity
-        blocks = ",".join(map(str, granularity.block_size))
-        size = granularity.group_size
-        axis = granularity.axis if granularity.kind == "per_channel" else 0
-        spec: bytes = self._without_blocks.SerializeToString(
-            deterministic=True)
-        kind = _KINDS[granularity.kind]
-        return spec + f" {kind} {axis} {size} {blocks}".encode()
+        kind = granularity.kind.replace("_", "-")
+        if kind == "group":
+            kind = f"group:{granularity.group_size}:{granularity.axis}"
+        elif kind == "per-channel":
+            kind = f"per-channel:{granularity.axis}"
+        elif kind == "blocks":
+            kind = "block=" + ",".join(map(str, granularity.block_size))
+        return json.dumps({
+            "spec": json_format.MessageToDict(self._without_blocks),
+            "granularity": kind})
 
     @functools.cached_property
     def _without_blocks(self) -> encoding_pb2.EncodingSpec:
         """Not to be changed."""
         return dataclasses.replace(self.spec, granularity=None).to_proto()
-
-
-class SpecSet:
-    """The first override whose pattern matches a name, otherwise the base."""
-
-    def __init__(self, specs: SpecsLike) -> None:
-        """Raises: ARGUMENT_INVALID, FILE_UNREADABLE."""
-        self.base: Optional[Template] = None
-        self.overrides: list[tuple[str, Template]] = []
-        if isinstance(specs, Mapping):
-            for pattern, spec in specs.items():
-                self.overrides.append((pattern, template_of(spec)))
-        elif isinstance(specs, EncodingSpec):
-            self.base = template_of(specs)
-        elif isinstance(specs, (str, list, tuple)):
-            for text in [specs] if isinstance(specs, str) else specs:
-                self._add(text)
-        else:
-            raise errors.argument_invalid(
-                f"expected specs, got {type(specs).__name__}", "specs")
-        if self.base is None and not self.overrides:
-            raise errors.argument_invalid("expected a spec, got none", "specs")
-
-    def _add(self, text: str) -> None:
-        if not isinstance(text, str):
-            raise errors.argument_invalid(
-                f"expected SPEC or PATTERN=SPEC, got {type(text).__name__}",
-                "specs")
-        if text.startswith("@"):
-            # Lines end as for quantctl: names may have other line breaks and
-            # spaces.
-            lines = [line.strip(_SPACES) for line in
-                     _files.read_text(text[1:]).split("\n")
-                     if line.strip(_SPACES)]
-            if not lines or any(line.startswith("@") for line in lines):
-                raise errors.argument_invalid(
-                    f"expected specs in {text[1:]}", "specs")
-            for line in lines:
-                self._add(line)
-            return
-        pattern, equals, spec = text.partition("=")
-        word = pattern.partition(":")[0]
-        # Only a spec whose format is known can be meant without a pattern.
-        if not equals or word.lower().replace("-", "_") in FORMATS:
-            if self.base is not None:
-                raise errors.argument_invalid(
-                    f"expected one spec without a pattern, got {text!r} too",
-                    "specs")
-            self.base = template_of(text)
-            return
-        self.overrides.append((pattern, template_of(spec)))
-
-    def of(self, name: str) -> Optional[Template]:
-        """None: the tensor is left as it is."""
-        for pattern, template in self.overrides:
-            if _globs.matches(pattern, name):
-                return template
-        return self.base
-
-    @property
-    def has_importance(self) -> bool:
-        """True if a spec takes importance from stored statistics."""
-        return any(template is not None and
-                   template.spec.importance is not None and
-                   template.spec.importance.weight is None for template in (
-                       self.base, *(spec for _, spec in self.overrides)))
-
-    def text(self) -> bytes:
-        """Text that tells sets apart, with the bytes that quantctl takes."""
-        parts = [b"\n" + pattern.encode() + b"=" + template.text()
-                 for pattern, template in self.overrides]
-        if self.base is not None:
-            parts.append(b"\n=" + self.base.text())
-        return b"".join(parts)
 
 
 def template_of(spec: Any) -> Template:
@@ -215,9 +130,8 @@ class Filter:
         return tensor.element_type is not None and (
             len(tensor.shape) >= self.min_rank)
 
-    def select(self, tensors: Iterable[FileTensor],
-               specs: Optional[SpecSet] = None) -> list[FileTensor]:
-        """Tensors that are taken, and have a spec where there are specs.
+    def select(self, tensors: Iterable[FileTensor]) -> list[FileTensor]:
+        """Tensors that are taken.
 
         Raises: ARGUMENT_INVALID for a pattern that takes none, or where none is
             left.
@@ -232,21 +146,10 @@ class Filter:
             self.include, [tensor.name for tensor in tensors
                            if self._is_of_kind(tensor)], what, "include")
         _globs.check_all_match(self.exclude, names, "a tensor", "exclude")
-        if specs is not None:
-            _globs.check_each_takes(
-                [pattern for pattern, _ in specs.overrides],
-                [tensor.name for tensor in taken], what, "specs")
-            taken = [tensor for tensor in taken
-                     if specs.of(tensor.name) is not None]
         if not taken:
             raise errors.argument_invalid(
                 f"expected {what}, got none among {len(names)}", "source")
         return taken
-
-    def text(self) -> bytes:
-        """Text that tells filters apart, with the bytes that quantctl takes."""
-        return ("\n" + "\n+".join(self.include) + "\n" +
-                "\n-".join(self.exclude) + f"\n{self.min_rank}").encode()
 
 
 def _match_any(patterns: Iterable[str], name: str) -> bool:

@@ -145,12 +145,6 @@ class Ties:
             [Pattern(text) for text in DEFAULTS] if self._has_defaults
             else [])
 
-    def text(self) -> bytes:
-        """Text that tells ties apart, with the bytes that quantctl takes."""
-        lines = [] if self._has_defaults else ["\nno-ties"]
-        lines += [f"\ntie={pattern.text}" for pattern in self._given]
-        return "".join(lines).encode()
-
     def _groups(self, names: Sequence[str]) -> list[tuple[int, str, list[int]]]:
         """The groups of two or more: indices of their pattern and of their
         tensors."""
@@ -213,28 +207,6 @@ class Ties:
                 groups.append(NamedTies(
                     [candidates[member][0] for member in members], is_given))
         return groups
-
-    def find(self, candidates: Sequence[tuple[FileTensor, Any]]
-             ) -> list[Group]:
-        """The groups of two or more among tensors and their specs, in the order
-        of their first tensors.
-
-        Raises: ARGUMENT_INVALID for a given pattern that ties none, or some
-            that cannot share a scale.
-        """
-        groups = []
-        for index, label, members in self._groups(
-                [tensor.name for tensor, _ in candidates]):
-            found = [candidates[member] for member in members]
-            obstacle = _obstacle(found)
-            if not obstacle:
-                groups.append(Group(label, [tensor for tensor, _ in found]))
-            elif index < len(self._given):
-                raise errors.argument_invalid(
-                    f"{label}: tied tensors share one scale; expected "
-                    f"{obstacle}", "ties")
-        return groups
-
 
     def of_tensors(self, tensors: Sequence[FileTensor]) -> list[Group]:
         """The groups of two or more among tensors, whatever becomes of them.

@@ -18,6 +18,7 @@ import numpy as np
 
 from quantd import (_apart, _channel, _chunks, _credentials, _requests,
                     errors, interchange, results)
+from quantd._engine import Access
 from quantd._exchange import Exchange, FailedExchange, OutputExchange
 from quantd._output_memory import OutputMemory
 from quantd._progress import Progress, ProgressLike, total_bytes
@@ -168,6 +169,7 @@ class Client:
                 f"expected a target unix:PATH, got {target!r}",
                 "shared_memory")
         token = _credentials.token_of(token_file, target, credentials)
+        self._access = Access(self._options, credentials, token_file, balance)
         arguments = _channel.channel_arguments(self._options, balance,
                                                channel_options)
         _channel.check_process()
@@ -189,6 +191,12 @@ class Client:
         self._encodings: Any = es_grpc.EncodingServiceStub(  # type: ignore
             self._connection.channel)
         self._finalizer = weakref.finalize(self, self._connection.close)
+
+    def access(self) -> Access:
+        """How another process reaches the server. Raises: CLIENT_CLOSED."""
+        if self._connection.idle is None:
+            raise errors.client_closed()
+        return self._access
 
     @property
     def target(self) -> str:

@@ -128,12 +128,7 @@ def save(path: str, entries: Mapping[str, InputSquares], *,
     Raises: ARGUMENT_INVALID, FILE_EXISTS, FILE_UNWRITABLE.
     """
     path = os.fspath(path)
-    for name, entry in entries.items():
-        if entry.sums.ndim != 2 or entry.counts.shape != entry.sums.shape[:1]:
-            raise errors.argument_invalid(
-                f"{name!r}: expected sums [matrices, columns] and as many "
-                f"counts, got {entry.sums.shape} and {entry.counts.shape}",
-                "entries")
+    _check(entries)
     content = (_dat(entries, datasets, chunk_count) if path.endswith(".dat")
                else _gguf(entries, datasets, chunk_count, chunk_size))
     try:
@@ -143,6 +138,21 @@ def save(path: str, entries: Mapping[str, InputSquares], *,
         raise _files.exists(path) from error
     except OSError as error:
         raise _files.unwritable(path, error) from error
+
+
+def to_bytes(entries: Mapping[str, InputSquares]) -> bytes:
+    """Content of the GGUF file that save() writes. Raises: ARGUMENT_INVALID."""
+    _check(entries)
+    return _gguf(entries, (), 0, 512)
+
+
+def _check(entries: Mapping[str, InputSquares]) -> None:
+    for name, entry in entries.items():
+        if entry.sums.ndim != 2 or entry.counts.shape != entry.sums.shape[:1]:
+            raise errors.argument_invalid(
+                f"{name!r}: expected sums [matrices, columns] and as many "
+                f"counts, got {entry.sums.shape} and {entry.counts.shape}",
+                "entries")
 
 
 def _dat(entries: Mapping[str, InputSquares], datasets: Sequence[str],
