@@ -170,9 +170,6 @@ std::string Reworded(const CLI::Error& error) {
   if (missing != absl::string_view::npos) {
     return absl::StrCat(rest.substr(0, missing), ": expected a value");
   }
-  if (absl::ConsumePrefix(&rest, "Requires at most 1 options be given from ")) {
-    return absl::StrCat("expected at most one of ", rest);
-  }
   const size_t needs = rest.find(" requires ");
   if (needs != absl::string_view::npos) {
     return absl::StrCat(rest.substr(0, needs), " is to be given with ",
@@ -405,13 +402,6 @@ Option* Command::AddFlag(const char* names, bool* value, const char* help) {
   return Add(app_->add_flag(names, *value, help), names, "", help);
 }
 
-void Command::AddAlternatives(const char* title,
-                              const std::vector<Option*>& options) {
-  CLI::Option_group* const group = app_->add_option_group(title);
-  for (const Option* const option : options) group->add_option(option->option_);
-  group->require_option(0, 1);
-}
-
 void Command::AddExample(std::string command, std::string what) {
   examples_.push_back({std::move(command), std::move(what)});
 }
@@ -459,10 +449,21 @@ std::string CommandLine::Help(const std::vector<std::string>& words,
   return "";
 }
 
-CommandLine::Outcome CommandLine::Run(int argc, const char* const* argv) {
+CommandLine::Outcome CommandLine::Run(std::vector<std::string> words) {
+  // The parser would take the next word for the value of "--name=".
+  std::vector<std::string> parsed;
+  for (std::string& word : words) {
+    const bool is_empty =
+        absl::StartsWith(word, "--") && word.find('=') == word.size() - 1;
+    if (is_empty) word.pop_back();
+    parsed.push_back(std::move(word));
+    if (is_empty) parsed.emplace_back();
+  }
+  // It wants the last one first.
+  std::reverse(parsed.begin(), parsed.end());
   // CLI11 reports by exception; none leaves this function.
   try {
-    app_->parse(argc, argv);
+    app_->parse(std::move(parsed));
     return Outcome::kRan;
   } catch (const CLI::CallForHelp&) {
     std::string path;

@@ -125,8 +125,6 @@ class Command {
                       const char* value_name, const char* help);
   // "--name" sets `value`; in "--name,!--no-name" the second clears it.
   Option* AddFlag(const char* names, bool* value, const char* help);
-  // At most one of these is to be given; the help shows them under a title.
-  void AddAlternatives(const char* title, const std::vector<Option*>& options);
   // Shown in the help and the manual page; the order is that of the calls.
   void AddExample(std::string command, std::string what = "");
   // A paragraph below what the command is for.
@@ -190,7 +188,7 @@ class CommandLine {
                    std::string* error) const;
 
   // Parses the arguments behind the program's name and runs the command.
-  Outcome Run(int argc, const char* const* argv);
+  Outcome Run(std::vector<std::string> words);
 
  private:
   const std::string version_;

@@ -71,9 +71,8 @@ struct EvaluateOptions {
   StreamsOption streams = {1};
 };
 
-// The names of the inputs that weights have, by weight; those without are not
-// there.
-using InputNames = std::map<std::string, std::string>;
+// The stored inputs that weights have, by weight.
+using InputNames = std::map<std::string, v1::TensorName>;
 
 // With a label unless that is empty.
 Json MetricsJson(const std::string& label, const v1::ErrorMetrics& metrics) {
@@ -161,10 +160,7 @@ absl::StatusOr<EvaluateJob> MakeJob(const EvaluateOptions& options,
   // Nobody looks at them, and they may be large.
   job.omit_encodings = true;
   if (const auto found = inputs.find(tensor.name); found != inputs.end()) {
-    job.inputs.emplace();
-    job.inputs->set_model(options.inputs.model);
-    job.inputs->set_revision(options.inputs.revision);
-    job.inputs->set_tensor(found->second);
+    job.inputs = found->second;
   }
   for (const Candidate& candidate : candidates) {
     if (IsBlocks(candidate, tensor)) continue;
@@ -322,44 +318,6 @@ absl::Status AddBlocks(const EvaluateOptions& options,
   }
   *result = std::move(merged);
   return absl::OkStatus();
-}
-
-// The inputs of the tensors, where --inputs asks for them. Says which tensors
-// have none.
-// `is_needed`  --inputs are for nothing else.
-// Errors: ARGUMENT_INVALID if none of them has and it is needed; those of
-// StoredInputs::Read.
-absl::StatusOr<InputNames> FindInputs(
-    const EvaluateOptions& options,
-    const std::vector<const files::FileTensor*>& tensors, bool is_needed,
-    Client* client, Session* session) {
-  InputNames names;
-  if (!options.inputs.IsGiven()) return names;
-  const absl::StatusOr<jobs::StoredInputs> stored = jobs::StoredInputs::Read(
-      options.inputs, jobs::StoredInputs::Need::kGram, client);
-  if (!stored.ok()) return stored.status();
-  std::vector<std::string> without;
-  for (const files::FileTensor* const tensor : tensors) {
-    std::string inputs = stored->Of(tensor->name);
-    if (inputs.empty()) {
-      without.push_back(tensor->name);
-    } else {
-      names[tensor->name] = std::move(inputs);
-    }
-  }
-  if (names.empty() && is_needed) {
-    return jobs::NoInputsError(options.inputs, jobs::StoredInputs::Need::kGram);
-  }
-  if (!without.empty()) {
-    session->PrintError(absl::StrCat(
-        "quantctl: without the error at the output of the layer, as no Gram "
-        "matrix of their inputs is stored: ",
-        NamesText(without)));
-    if (is_needed && !options.filter.include.empty()) {
-      session->Note(kServerError);
-    }
-  }
-  return names;
 }
 
 // How much errors count, for the candidates. Says which tensors go without.
@@ -551,9 +509,10 @@ void RunEvaluate(const EvaluateOptions& options, Session* session) {
       options.streams.Connect(*session);
   if (!connections.ok()) return session->FailUsage(connections.status());
   if (compares) NoteMissing(*input, *reference, options, session);
-  const absl::StatusOr<InputNames> inputs =
-      FindInputs(options, *taken, /*is_needed=*/!HasImportance(*candidates),
-                 connections->first(), session);
+  const absl::StatusOr<InputNames> inputs = FindOutputInputs(
+      options.inputs, *taken,
+      /*is_needed=*/!HasImportance(*candidates),
+      !options.filter.include.empty(), connections->first(), session);
   if (!inputs.ok()) return FailEarly(inputs.status(), session);
   const absl::StatusOr<ModelImportance> importance = FindCandidatesImportance(
       options, *candidates, *taken, connections->first(), session);

@@ -88,6 +88,8 @@ Options:
 
 A spec may also be JSON, which says all of an EncodingSpec of proto/:
   {"spec":{"format":"NUMBER_FORMAT_INT4"},"granularity":"group:32"}
+--spec with a pattern too, whatever characters the pattern has:
+  {"pattern":"a=b.*","spec":"int4:group:32"}
 
 What granularity costs:
   An encoding takes 4 bytes for a scale, and 4 more with zero points. So int4
@@ -149,7 +151,8 @@ With --progress-fd N a command that handles many tensors writes lines such as
   {"done_bytes":4096,"total_bytes":8192,"tensor":"fc1.weight"}
 
 to file descriptor N while it runs, also with --quiet; commands that do not read
-tensors write done_count and total_count.
+tensors write done_count and total_count. quantctl --arguments FILE takes the
+words of its command line from a file, each ended by a NUL, however many.
 
 encodings get, and encodings put --json, print protobuf JSON of
 quantd.v1.StoredEncoding instead, without json_version. So are the entries of

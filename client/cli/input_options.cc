@@ -1,12 +1,17 @@
 #include "client/cli/input_options.h"
 
+#include <map>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "client/cli/command_line.h"
 #include "client/cli/session.h"
 #include "client/jobs/importance.h"
 #include "client/jobs/stored_inputs.h"
+#include "client/models/text.h"
 #include "quantd/v1/quantization_service.pb.h"
 
 namespace quantd::cli {
@@ -44,6 +49,40 @@ void ReportMissingImportance(const std::string& file,
     session->PrintError(absl::StrCat(
         "quantctl: ", jobs::UntakenImportanceText("measured", found.untaken)));
   }
+}
+
+absl::StatusOr<std::map<std::string, v1::TensorName>> FindOutputInputs(
+    const jobs::InputsOptions& options,
+    const std::vector<const files::FileTensor*>& tensors, bool is_needed,
+    bool is_named, Client* client, Session* session) {
+  std::map<std::string, v1::TensorName> inputs;
+  if (!options.IsGiven()) return inputs;
+  const absl::StatusOr<jobs::StoredInputs> stored = jobs::StoredInputs::Read(
+      options, jobs::StoredInputs::Need::kGram, client);
+  if (!stored.ok()) return stored.status();
+  std::vector<std::string> without;
+  for (const files::FileTensor* const tensor : tensors) {
+    v1::TensorName name;
+    name.set_model(options.model);
+    name.set_revision(options.revision);
+    name.set_tensor(stored->Of(tensor->name));
+    if (name.tensor().empty()) {
+      without.push_back(tensor->name);
+    } else {
+      inputs[tensor->name] = std::move(name);
+    }
+  }
+  if (inputs.empty() && is_needed) {
+    return jobs::NoInputsError(options, jobs::StoredInputs::Need::kGram);
+  }
+  if (!without.empty()) {
+    session->PrintError(absl::StrCat(
+        "quantctl: without the error at the output of the layer, as no Gram "
+        "matrix of their inputs is stored: ",
+        NamesText(without)));
+    if (is_needed && is_named) session->Note(kServerError);
+  }
+  return inputs;
 }
 
 Json OutputNoiseJson(const v1::OutputNoise& noise) {

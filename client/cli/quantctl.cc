@@ -1,13 +1,20 @@
 #include <cerrno>
 #include <cstdio>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/help_topics.h"
 #include "client/cli/progress.h"
 #include "client/cli/session.h"
+#include "client/cpp/errors.h"
+#include "client/cpp/text_file.h"
 #include "client/files/errors.h"
 #include "client/files/mapped_file.h"
 
@@ -78,11 +85,34 @@ void AddGlobalOptions(Command* quantctl, Session* session) {
                     "Call all healthy addresses of the server's name in turn");
 }
 
+// The words of the command line; of --arguments FILE those of the file, each
+// ended by a NUL.
+// Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
+absl::StatusOr<std::vector<std::string>> WordsOf(int argc,
+                                                 const char* const* argv) {
+  std::vector<std::string> words(argv + 1, argv + argc);
+  if (words.size() != 2 || words[0] != "--arguments") return words;
+  const absl::StatusOr<std::string> text = internal::ReadDocument(words[1]);
+  if (!text.ok()) return text.status();
+  words = absl::StrSplit(*text, '\0');
+  if (!words.back().empty()) {
+    return ArgumentInvalidError(
+        absl::StrCat("expected words that each end with a NUL in ", argv[2]));
+  }
+  words.pop_back();
+  return words;
+}
+
 }  // namespace
 
 int RunQuantctl(int argc, const char* const* argv) {
   files::ExplainCutFiles("quantctl", kFileError);
   Session session;
+  absl::StatusOr<std::vector<std::string>> words = WordsOf(argc, argv);
+  if (!words.ok()) {
+    session.FailUsage(words.status());
+    return session.exit_code;
+  }
   CommandLine command_line("quantctl", "Quantize tensors with a quantd server.",
                            "quantctl " QUANTD_VERSION, HelpTopics());
   Command* const quantctl = command_line.program();
@@ -105,7 +135,7 @@ int RunQuantctl(int argc, const char* const* argv) {
   AddCompletionCommand(quantctl);
   AddHelpCommand(&command_line, &session);
   AddManCommand(&command_line);
-  switch (command_line.Run(argc, argv)) {
+  switch (command_line.Run(*std::move(words))) {
     case CommandLine::Outcome::kHelped:
       return kSuccess;
     case CommandLine::Outcome::kWrong:

@@ -235,8 +235,10 @@ class Reporter {
     absl::StatusOr<std::vector<TieGroup>> groups =
         jobs::FindFileTies(jobs::TieFlags(), /*matters=*/true, taken);
     if (!groups.ok()) return groups.status();
+    SweepOptions options;
+    options.ties = *std::move(groups);
     const absl::StatusOr<ModelSweep> sweep =
-        SweepWithProgress(taken, specs, {*budget_}, *groups, ModelImportance(),
+        SweepWithProgress(taken, specs, {*budget_}, std::move(options),
                           client_.get(), !session_.quiet);
     if (!sweep.ok()) return sweep.status();
     for (const MeasuredTensor& tensor : sweep->tensors) AddMeasured(tensor);

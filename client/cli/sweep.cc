@@ -39,14 +39,14 @@
 namespace quantd::cli {
 namespace {
 
-struct SweepOptions : ErrorSourceOptions {
+struct SweepCommand : ErrorSourceOptions {
   // With an input those of statistics are not used.
   FileSweepOptions file;
   // Budget for the statistics, where one was asked for.
   std::optional<Budget> budget;
 };
 
-absl::StatusOr<v1::SweepRequest> MakeRequest(const SweepOptions& options) {
+absl::StatusOr<v1::SweepRequest> MakeRequest(const SweepCommand& options) {
   v1::SweepRequest request;
   request.set_model(options.name.model);
   request.set_revision(options.name.revision);
@@ -85,7 +85,7 @@ absl::StatusOr<uint64_t> CountElements(const v1::SweepRequest& request,
 // One run of `quantctl sweep`. Not thread-safe.
 class Sweeper {
  public:
-  Sweeper(const SweepOptions& options, Session* session)
+  Sweeper(const SweepCommand& options, Session* session)
       : options_(options),
         session_(*session),
         specs_(options.file.spec.specs) {}
@@ -193,11 +193,13 @@ class Sweeper {
         if (names.insert(name).second) tensors.push_back(AddName(name));
       }
     }
-    const absl::StatusOr<std::vector<TieGroup>> groups =
+    absl::StatusOr<std::vector<TieGroup>> groups =
         FindTiedTensors(*options, tensors);
     if (!groups.ok()) return groups.status();
+    SweepOptions how;
+    how.ties = *std::move(groups);
     const absl::StatusOr<std::vector<v1::SweepMixture>> mixtures =
-        ChooseMixtures(predicted_, {budget}, specs_.texts().size(), *groups,
+        ChooseMixtures(predicted_, {budget}, specs_.texts().size(), how,
                        client);
     if (!mixtures.ok()) return mixtures.status();
     mixture_ = mixtures->front();
@@ -303,7 +305,7 @@ class Sweeper {
     PrintTensorErrors(errors_, &session_);
   }
 
-  const SweepOptions& options_;
+  const SweepCommand& options_;
   Session& session_;
   const SweptSpecs specs_;
   std::vector<NamedTies> ties_;
@@ -326,7 +328,7 @@ void AddSweepCommand(Command* quantctl, Session* session) {
       "sweep",
       "Measure the error of many specs on a file's tensors, or predict it from "
       "stored statistics; rank them, and choose one for each tensor");
-  const auto options = std::make_shared<SweepOptions>();
+  const auto options = std::make_shared<SweepCommand>();
   options->AddOptions(command, &options->file.input);
   command
       ->AddOption(
@@ -344,10 +346,16 @@ void AddSweepCommand(Command* quantctl, Session* session) {
   AddFilterOptions(command, &options->file.filter);
   AddInputsOptions(
       command,
-      "With a file: where the moments or Gram matrices for specs with "
-      "importance are: for MODULE.weight under MODULE.input, or under that of "
-      "a layer that runtimes fuse with it",
+      "With a file: also tell the error at the output of the layer, for the "
+      "inputs whose Gram matrix is stored: for MODULE.weight under "
+      "MODULE.input, or under that of a layer that runtimes fuse with it. "
+      "Specs with importance take these, or moments",
       &options->file.inputs);
+  command->AddOption(
+      "--output-weights", &options->file.output_weights, "FILE",
+      "JSON object that says of weights how much of the noise at the output of "
+      "their layer reaches the end of the model: mixtures keep the sum of that "
+      "noise small. With --inputs; quantd.torch.output_weights finds them");
   AddImportanceOption(command, &options->file.importance);
   options->file.budgets.AddOptions(command);
   AddOutputOptions(
@@ -389,10 +397,12 @@ void AddSweepCommand(Command* quantctl, Session* session) {
     if (!status.ok()) return session->FailUsage(status);
     options->file.inputs.Resolve();
     if (options->HasFile()) return SweepFile(options->file, session);
-    if (options->file.inputs.IsGiven() || !options->file.importance.empty()) {
+    if (options->file.inputs.IsGiven() || !options->file.importance.empty() ||
+        !options->file.output_weights.empty()) {
       return fail(
-          "expected --inputs, --inputs-map and --importance with a file: "
-          "statistics do not tell which column an element is from");
+          "expected --inputs, --inputs-map, --output-weights and --importance "
+          "with a file: statistics do not tell which column an element is "
+          "from");
     }
     if (budgets.size() > 1) {
       return fail(

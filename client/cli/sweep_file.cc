@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -33,6 +34,7 @@
 #include "client/jobs/importance.h"
 #include "client/jobs/output.h"
 #include "client/jobs/selection.h"
+#include "client/jobs/stored_inputs.h"
 #include "client/models/gguf_blocks.h"
 #include "client/models/model_importance.h"
 #include "client/models/model_sweep.h"
@@ -61,13 +63,10 @@ class FileSweeper {
     const absl::StatusOr<std::vector<SpecTemplate>> specs =
         ParseSpecs(specs_.texts(), /*takes_gguf_types=*/true);
     if (!specs.ok()) return session_.FailUsage(specs.status());
-    if (options_.inputs.IsGiven() &&
-        std::none_of(specs->begin(), specs->end(), [](const auto& spec) {
-          return spec.spec.has_importance();
-        })) {
-      return session_.FailUsage(
-          ArgumentInvalidError("expected --inputs and --inputs-map with a spec "
-                               "with importance"));
+    if (options_.inputs.text.empty() &&
+        (!options_.inputs.map.empty() || !options_.output_weights.empty())) {
+      return session_.FailUsage(ArgumentInvalidError(
+          "expected --inputs with --inputs-map and --output-weights"));
     }
     const absl::StatusOr<TensorInput> input = TensorInput::Open(options_.input);
     if (!input.ok()) return session_.Fail(input.status());
@@ -76,6 +75,11 @@ class FileSweeper {
     status = TakeOutputs(*input);
     if (!status.ok()) return FailEarly(status, &session_);
     ReportUnread(*input, options_.filter, &session_);
+    for (const files::UnreadTensor& tensor : input->unread()) {
+      if (options_.filter.TakesName(tensor.name)) {
+        unread_.push_back(tensor.name);
+      }
+    }
     absl::StatusOr<std::vector<const files::FileTensor*>> taken =
         SelectMeasurable(*input, options_.filter, nullptr, &session_);
     if (!taken.ok()) return session_.FailUsage(taken.status());
@@ -88,9 +92,11 @@ class FileSweeper {
         if (!status.ok()) return session_.FailUsage(status);
       }
     }
-    const absl::StatusOr<std::vector<TieGroup>> ties =
+    absl::StatusOr<std::vector<TieGroup>> ties =
         jobs::FindFileTies(options_.ties, /*matters=*/true, *taken);
     if (!ties.ok()) return session_.FailUsage(ties.status());
+    SweepOptions how;
+    how.ties = *std::move(ties);
     const std::unique_ptr<Client> client = session_.ConnectOrFail();
     if (client == nullptr) return;
 
@@ -106,8 +112,14 @@ class FileSweeper {
     if (!importance.ok()) return FailEarly(importance.status(), &session_);
     ReportMissingImportance(options_.importance, *importance,
                             !options_.filter.include.empty(), &session_);
-    status = Sweep(*taken, *specs, *ties, importance->importance, client.get());
-    if (!status.ok()) return session_.Fail(status);
+    how.importance = importance->importance;
+    status = FindOutputs(*taken, *specs, client.get(), &how);
+    if (!status.ok()) return FailEarly(status, &session_);
+    absl::StatusOr<ModelSweep> sweep =
+        SweepWithProgress(*taken, *specs, budgets_, std::move(how),
+                          client.get(), !session_.quiet);
+    if (!sweep.ok()) return session_.Fail(sweep.status());
+    sweep_ = *std::move(sweep);
     AddTensors();
     const std::vector<v1::SweepMixture>& mixtures = sweep_.mixtures;
     const std::vector<std::string> reasons = ReasonsAgainst(mixtures);
@@ -139,7 +151,8 @@ class FileSweeper {
     }
     std::vector<std::string> inputs = options_.spec.Files();
     inputs.insert(inputs.end(), input.paths().begin(), input.paths().end());
-    inputs.insert(inputs.end(), {options_.importance, options_.inputs.map});
+    inputs.insert(inputs.end(), {options_.importance, options_.inputs.map,
+                                 options_.output_weights});
     for (const Budget& budget : budgets_) {
       jobs::OutputOptions output = options_.output;
       output.path =
@@ -211,14 +224,44 @@ class FileSweeper {
     return absl::OkStatus();
   }
 
-  absl::Status Sweep(const std::vector<const files::FileTensor*>& taken,
-                     const std::vector<SpecTemplate>& specs,
-                     const std::vector<TieGroup>& ties,
-                     const ModelImportance& importance, Client* client) {
-    absl::StatusOr<ModelSweep> sweep = SweepWithProgress(
-        taken, specs, budgets_, ties, importance, client, !session_.quiet);
-    if (!sweep.ok()) return sweep.status();
-    sweep_ = *std::move(sweep);
+  // Finds the inputs of layers, and how much of the noise at their outputs
+  // counts.
+  absl::Status FindOutputs(const std::vector<const files::FileTensor*>& taken,
+                           const std::vector<SpecTemplate>& specs,
+                           Client* client, SweepOptions* how) {
+    const bool is_needed = std::none_of(
+        specs.begin(), specs.end(),
+        [](const SpecTemplate& spec) { return NeedsInputs(spec.spec); });
+    absl::StatusOr<std::map<std::string, v1::TensorName>> inputs =
+        FindOutputInputs(options_.inputs, taken, is_needed,
+                         !options_.filter.include.empty(), client, &session_);
+    if (!inputs.ok()) return inputs.status();
+    how->inputs = *std::move(inputs);
+    has_output_noise_ = !how->inputs.empty();
+    if (options_.output_weights.empty()) return absl::OkStatus();
+    absl::StatusOr<std::map<std::string, double>> weights =
+        jobs::ReadOutputWeights(options_.output_weights);
+    if (!weights.ok()) return weights.status();
+    how->output_weights = *std::move(weights);
+    for (const SpecTemplate& spec : specs) {
+      if (!spec.gguf_type.empty()) {
+        return ArgumentInvalidError(absl::StrCat(
+            "expected specs of the server with --output-weights, got ",
+            spec.gguf_type));
+      }
+    }
+    for (const files::FileTensor* const tensor : taken) {
+      const char* const lacks =
+          how->output_weights.count(tensor->name) == 0 ? "weight"
+          : how->inputs.count(tensor->name) == 0 ? "Gram matrix of its inputs"
+                                                 : nullptr;
+      if (lacks != nullptr) {
+        return ArgumentInvalidError(absl::StrCat(
+            tensor->name, " has no ", lacks,
+            ", which --output-weights needs; --exclude it, and give it a spec "
+            "of its own"));
+      }
+    }
     return absl::OkStatus();
   }
 
@@ -226,6 +269,7 @@ class FileSweeper {
     table_.AddColumn("TENSOR, SPEC", Table::Align::kLeft);
     table_.AddColumn("SQNR DB", Table::Align::kRight);
     table_.AddColumn("MAX ERROR", Table::Align::kRight);
+    if (has_output_noise_) table_.AddColumn("OUTPUT DB", Table::Align::kRight);
     table_.AddColumn("SIZE", Table::Align::kBytes);
     for (const MeasuredTensor& measured : sweep_.tensors) AddTensor(measured);
   }
@@ -250,16 +294,27 @@ class FileSweeper {
         json.update(Json{{"sqnr_db", metrics.sqnr_db()},
                          {"max_absolute_error", metrics.max_absolute_error()},
                          {"mean_squared_error", metrics.mean_squared_error()},
+                         {"sum_squared_error", metrics.sum_squared_error()},
                          {"count", metrics.count()},
                          {"non_finite_count", metrics.non_finite_count()},
                          {"clipped_low_count", metrics.clipped_low_count()},
                          {"clipped_high_count", metrics.clipped_high_count()},
                          {"noise_to_signal", candidate.noise_to_signal},
-                         {"size_bytes", candidate.size_bytes}});
+                         {"size_bytes", candidate.size_bytes},
+                         {"importance", candidate.is_weighed}});
+        if (candidate.output_noise.has_value()) {
+          json["output_noise"] = OutputNoiseJson(*candidate.output_noise);
+        }
         row.push_back(DecibelText(metrics.sqnr_db()));
         row.push_back(metrics.count() == 0
                           ? kNotMeasured
                           : NumberText(metrics.max_absolute_error()));
+        if (has_output_noise_) {
+          row.push_back(
+              candidate.output_noise.has_value()
+                  ? DecibelText(jobs::OutputSqnrDb(*candidate.output_noise))
+                  : "");
+        }
         row.push_back(BytesCell(candidate.size_bytes));
       }
       candidates.push_back(std::move(json));
@@ -324,6 +379,7 @@ class FileSweeper {
       session_.PrintJson({{"input", options_.input},
                           {"retries", session_.retries()},
                           {"ignored", ignored_},
+                          {"unread", unread_},
                           {"tensors", tensors_},
                           {"totals", specs_.TotalsJson(totals)},
                           {"mixtures", std::move(list)}});
@@ -356,6 +412,8 @@ class FileSweeper {
   std::vector<std::string> outputs_;
   // Tensors that a .gguf file has as they are.
   std::vector<std::string> ignored_;
+  std::vector<std::string> unread_;
+  bool has_output_noise_ = false;
   ModelSweep sweep_;
   Json tensors_ = Json::array();
   Table table_;
@@ -369,19 +427,16 @@ class FileSweeper {
 absl::StatusOr<ModelSweep> SweepWithProgress(
     const std::vector<const files::FileTensor*>& tensors,
     const std::vector<SpecTemplate>& specs, const std::vector<Budget>& budgets,
-    const std::vector<TieGroup>& ties, const ModelImportance& importance,
-    Client* client, bool shows_progress) {
+    SweepOptions options, Client* client, bool shows_progress) {
   uint64_t total_bytes = 0;
   for (const files::FileTensor* const tensor : tensors) {
     total_bytes += tensor->data.size();
   }
   Progress progress(total_bytes, shows_progress);
-  return SweepTensors(
-      tensors, specs, budgets, client,
-      [&progress](const files::FileTensor& tensor) {
-        progress.Add(tensor.data.size(), tensor.name);
-      },
-      ties, importance);
+  options.on_tensor = [&progress](const files::FileTensor& tensor) {
+    progress.Add(tensor.data.size(), tensor.name);
+  };
+  return SweepTensors(tensors, specs, budgets, client, options);
 }
 
 void SweepFile(const FileSweepOptions& options, Session* session) {

@@ -27,10 +27,11 @@ struct FileSweepOptions {
   jobs::SpecOptions spec;
   jobs::TensorFilter filter;
   BudgetOptions budgets;
-  // The file of --importance, and where specs with importance find that of
-  // inputs.
+  // The file of --importance; where the stored inputs of weights are.
   std::string importance;
   jobs::InputsOptions inputs;
+  // The file of --output-weights.
+  std::string output_weights;
   jobs::TieFlags ties;
   // A mixture has one spec for the tensors of a group.
   // With several budgets "{}" in the path stands for the figure of each.
@@ -41,8 +42,7 @@ struct FileSweepOptions {
 absl::StatusOr<ModelSweep> SweepWithProgress(
     const std::vector<const files::FileTensor*>& tensors,
     const std::vector<SpecTemplate>& specs, const std::vector<Budget>& budgets,
-    const std::vector<TieGroup>& ties, const ModelImportance& importance,
-    Client* client, bool shows_progress);
+    SweepOptions options, Client* client, bool shows_progress);
 
 void SweepFile(const FileSweepOptions& options, Session* session);
 

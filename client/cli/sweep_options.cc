@@ -87,21 +87,18 @@ absl::Status ErrorSourceOptions::Check(const jobs::TensorFilter& filter) const {
 }
 
 void BudgetOptions::AddOptions(Command* command) {
-  Option* const min_sqnr = command->AddOption(
+  command->AddOption(
       "--min-sqnr", &min_sqnr_db, "DB",
       "Choose the fewest bytes with at least this SQNR in every tensor");
-  Option* const bytes =
-      command
-          ->AddOption("--max-bytes", &max_bytes, "N",
-                      "Choose the least noise with at most this many bytes of "
-                      "codes and scales")
-          ->Bytes();
-  Option* const bits =
-      command
-          ->AddOption("--max-bits-per-element", &max_bits_per_element, "X",
-                      "The same, as bits of codes and scales for each element")
-          ->Positive();
-  command->AddAlternatives("Mixture", {min_sqnr, bytes, bits});
+  command
+      ->AddOption("--max-bytes", &max_bytes, "N",
+                  "Choose the least noise with at most this many bytes of "
+                  "codes and scales")
+      ->Bytes();
+  command
+      ->AddOption("--max-bits-per-element", &max_bits_per_element, "X",
+                  "The same, as bits of codes and scales for each element")
+      ->Positive();
 }
 
 std::vector<Budget> BudgetOptions::Parse() const {

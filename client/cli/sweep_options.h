@@ -43,15 +43,14 @@ std::string BudgetFlag(const Budget& budget);
 // "18", "5": for names of files.
 std::string BudgetNumber(const Budget& budget);
 
-// --min-sqnr, --max-bytes, --max-bits-per-element, of which one may be given,
-// several times.
+// --min-sqnr, --max-bytes, --max-bits-per-element, each any number of times.
 struct BudgetOptions {
   std::vector<double> min_sqnr_db;
   std::vector<uint64_t> max_bytes;
   std::vector<double> max_bits_per_element;
 
   void AddOptions(Command* command);
-  // In the order of the command line.
+  // The values of one option after those of the one before.
   std::vector<Budget> Parse() const;
 };
 

@@ -77,7 +77,7 @@ absl::StatusOr<std::vector<const files::FileTensor*>> SelectMeasurable(
   std::vector<std::string> left_out;
   absl::StatusOr<std::vector<const files::FileTensor*>> taken =
       jobs::SelectMeasurable(input, filter, specs, &left_out);
-  if (taken.ok() && !left_out.empty() && !session->quiet) {
+  if (taken.ok() && !left_out.empty()) {
     session->PrintError(
         absl::StrCat("quantctl: left out, as they have no elements: ",
                      NamesText(std::move(left_out))));

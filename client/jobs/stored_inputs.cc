@@ -81,6 +81,26 @@ absl::StatusOr<std::map<std::string, std::string>> ReadInputsMap(
   return map;
 }
 
+absl::StatusOr<std::map<std::string, double>> ReadOutputWeights(
+    const std::string& path) {
+  const absl::StatusOr<std::string> text = internal::ReadDocument(path);
+  if (!text.ok()) return text.status();
+  const files::Json json = files::ParseJson(*text);
+  std::map<std::string, double> weights;
+  bool is_sound = json.is_object();
+  for (const auto& [weight, value] : json.items()) {
+    is_sound = is_sound && value.is_number() && value.get<double>() >= 0 &&
+               std::isfinite(value.get<double>());
+    if (is_sound) weights[weight] = value.get<double>();
+  }
+  if (!is_sound) {
+    return files::FileMalformedError(
+        path,
+        "expected a JSON object of weights and finite numbers of at least 0");
+  }
+  return weights;
+}
+
 absl::StatusOr<StoredInputs> StoredInputs::Read(const InputsOptions& options,
                                                 Need need, Client* client) {
   StoredInputs stored;

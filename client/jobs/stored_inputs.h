@@ -23,6 +23,11 @@ namespace quantd::jobs {
 absl::StatusOr<std::map<std::string, std::string>> ReadInputsMap(
     const std::string& path);
 
+// The numbers of a JSON object, by weight.
+// Errors: FILE_UNREADABLE, FILE_MALFORMED.
+absl::StatusOr<std::map<std::string, double>> ReadOutputWeights(
+    const std::string& path);
+
 // The names under which a revision has features of inputs. Immutable.
 class StoredInputs {
  public:

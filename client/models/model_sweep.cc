@@ -75,15 +75,11 @@ uint64_t EncodedSizeBytes(const Encoding& encoding, uint64_t element_count) {
 class Measurer {
  public:
   Measurer(const std::vector<const files::FileTensor*>& tensors,
-           const std::vector<SpecTemplate>& specs,
-           const std::vector<TieGroup>& ties, const ModelImportance& importance,
-           const OnTensor& on_tensor)
-      : specs_(specs),
-        importance_(importance),
-        on_tensor_(on_tensor),
-        measured_(tensors.size()) {
+           const std::vector<SpecTemplate>& specs, const SweepOptions& options)
+      : specs_(specs), options_(options), measured_(tensors.size()) {
     for (const SpecTemplate& spec : specs) {
-      maxima_.emplace_back(tied_.emplace_back(GroupsThatShare(spec, ties)));
+      maxima_.emplace_back(
+          tied_.emplace_back(GroupsThatShare(spec, options.ties)));
     }
     for (size_t i = 0; i < tensors.size(); ++i) {
       MeasuredTensor& measured = measured_[i];
@@ -152,7 +148,7 @@ class Measurer {
  private:
   void Tell(const MeasuredTensor& measured) ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
-    if (on_tensor_) on_tensor_(*measured.tensor);
+    if (options_.on_tensor) options_.on_tensor(*measured.tensor);
   }
 
   // Null for a candidate that the server measures.
@@ -175,7 +171,9 @@ class Measurer {
       MeasuredCandidate& candidate = measured->candidates[i];
       const absl::StatusOr<std::vector<uint8_t>> blocks =
           MakeGgufBlocks(*measured->tensor, *type, &candidate.metrics,
-                         importance_.WeightsOf(measured->tensor->name));
+                         options_.importance.WeightsOf(measured->tensor->name));
+      candidate.is_weighed =
+          !options_.importance.WeightsOf(measured->tensor->name).empty();
       candidate.status = blocks.status();
       if (!blocks.ok()) continue;
       candidate.size_bytes = blocks->size();
@@ -217,9 +215,11 @@ class Measurer {
     job.tensor = MakeTensor(tensor, TensorName());
     job.omit_encodings = true;
     job.metrics = SweepMetrics();
+    const auto inputs = options_.inputs.find(tensor.name);
+    if (inputs != options_.inputs.end()) job.inputs = inputs->second;
     for (const size_t i : candidates) {
       EncodingSpec spec = *specs_[i].SpecOf(tensor.shape);
-      importance_.Apply(tensor.name, &spec);
+      options_.importance.Apply(tensor.name, &spec);
       EvaluateCandidate& candidate = job.candidates.emplace_back();
       maxima_[i].Tie(tensor, &spec, &candidate.outer_maximum);
       candidate.source = std::move(spec);
@@ -248,9 +248,9 @@ class Measurer {
     return absl::OkStatus();
   }
 
-  static absl::Status Fill(const EvaluateResult& result,
-                           const std::vector<size_t>& candidates,
-                           MeasuredTensor* measured) {
+  absl::Status Fill(const EvaluateResult& result,
+                    const std::vector<size_t>& candidates,
+                    MeasuredTensor* measured) const {
     measured->statistics = result.statistics();
     for (size_t k = 0; k < candidates.size(); ++k) {
       const v1::CandidateMetrics& answer =
@@ -263,22 +263,29 @@ class Measurer {
               : EncodedSizeBytes(answer.encoding(), measured->element_count());
       candidate.noise_to_signal =
           NoiseToSignal(answer.overall(), result.statistics());
+      if (answer.has_output_noise()) {
+        candidate.output_noise = answer.output_noise();
+      }
+      EncodingSpec spec = specs_[candidates[k]].spec;
+      options_.importance.Apply(measured->tensor->name, &spec);
+      candidate.is_weighed = spec.has_importance();
     }
     return absl::OkStatus();
   }
 
   const std::vector<SpecTemplate>& specs_;
-  const ModelImportance& importance_;
+  const SweepOptions& options_;
   // By spec; neither moves.
   std::deque<std::vector<TieGroup>> tied_;
   std::deque<TiedMaxima> maxima_;
   absl::Mutex mutex_;
-  const OnTensor& on_tensor_;
   // Tensors that the server cannot hold.
   std::vector<MeasuredTensor*> large_ ABSL_GUARDED_BY(mutex_);
   // Different ones may change at once.
   std::vector<MeasuredTensor> measured_;
 };
+
+using OutputWeights = std::map<std::string, double>;
 
 // Tensors that get one spec.
 using Unit = std::vector<const MeasuredTensor*>;
@@ -317,20 +324,37 @@ std::vector<Unit> UnitsOf(const std::vector<MeasuredTensor>& tensors,
   return units;
 }
 
+// The noise of a spec on a tensor that a mixture keeps small: with `weights`
+// that at the output of the layer, without its weight.
+double NoiseOf(const MeasuredCandidate& candidate,
+               const OutputWeights& weights) {
+  return weights.empty() || !candidate.output_noise.has_value() ||
+                 candidate.noise_to_signal == kInfinity
+             ? candidate.noise_to_signal
+             : candidate.output_noise->noise_to_signal();
+}
+
+double WeightOf(const MeasuredTensor& tensor, const OutputWeights& weights) {
+  const auto found = weights.find(tensor.tensor->name);
+  return found == weights.end() ? 1 : found->second;
+}
+
 // The option of a spec for all tensors of a unit. Nothing where it failed on
-// one.
+// one. Where the worst tensor counts, weights do not.
 std::optional<v1::MixtureOption> OptionOf(const Unit& unit, size_t spec_index,
-                                          bool worst_counts) {
+                                          bool worst_counts,
+                                          const OutputWeights& weights) {
   v1::MixtureOption option;
   option.set_spec_index(static_cast<uint32_t>(spec_index));
   for (const MeasuredTensor* const tensor : unit) {
     const MeasuredCandidate& candidate = tensor->candidates[spec_index];
     if (!candidate.status.ok()) return std::nullopt;
     option.set_size_bytes(option.size_bytes() + candidate.size_bytes);
-    option.set_noise_to_signal(
-        worst_counts
-            ? std::max(option.noise_to_signal(), candidate.noise_to_signal)
-            : option.noise_to_signal() + candidate.noise_to_signal);
+    const double noise = NoiseOf(candidate, weights);
+    option.set_noise_to_signal(worst_counts
+                                   ? std::max(option.noise_to_signal(), noise)
+                                   : option.noise_to_signal() +
+                                         noise * WeightOf(*tensor, weights));
   }
   return option;
 }
@@ -338,7 +362,8 @@ std::optional<v1::MixtureOption> OptionOf(const Unit& unit, size_t spec_index,
 // The choices of the units as those of their tensors, with the figures of
 // these.
 v1::SweepMixture Spread(const v1::SweepMixture& mixture,
-                        const std::map<std::string, const Unit*>& units) {
+                        const std::map<std::string, const Unit*>& units,
+                        const OutputWeights& weights) {
   v1::SweepMixture spread = mixture;
   spread.clear_choices();
   spread.set_noise_to_signal_sum(0);
@@ -350,12 +375,13 @@ v1::SweepMixture Spread(const v1::SweepMixture& mixture,
       auto* const added = spread.add_choices();
       *added = choice;
       added->set_tensor(tensor->tensor->name);
+      const double noise = NoiseOf(candidate, weights);
       spread.set_noise_to_signal_sum(spread.noise_to_signal_sum() +
-                                     candidate.noise_to_signal);
-      spread.set_min_sqnr_db(
-          std::min(spread.min_sqnr_db(), candidate.noise_to_signal == kInfinity
-                                             ? -kInfinity
-                                             : candidate.metrics.sqnr_db()));
+                                     noise * WeightOf(*tensor, weights));
+      spread.set_min_sqnr_db(std::min(
+          spread.min_sqnr_db(), noise == kInfinity ? -kInfinity
+                                : weights.empty()  ? candidate.metrics.sqnr_db()
+                                                   : -10 * std::log10(noise)));
     }
   }
   return spread;
@@ -366,7 +392,8 @@ v1::SweepMixture Spread(const v1::SweepMixture& mixture,
 // Errors: of ChooseMixture.
 absl::StatusOr<std::vector<v1::SweepMixture>> ChooseAlike(
     const std::vector<Unit>& units, const std::vector<Budget>& budgets,
-    size_t spec_count, bool worst_counts, Client* client) {
+    size_t spec_count, bool worst_counts, const OutputWeights& weights,
+    Client* client) {
   v1::ChooseMixtureRequest request;
   uint64_t element_count = 0;
   std::map<std::string, const Unit*> by_name;
@@ -375,7 +402,8 @@ absl::StatusOr<std::vector<v1::SweepMixture>> ChooseAlike(
     v1::MixtureTensor added;
     added.set_tensor(unit[0]->tensor->name);
     for (size_t i = 0; i < spec_count; ++i) {
-      std::optional<v1::MixtureOption> option = OptionOf(unit, i, worst_counts);
+      std::optional<v1::MixtureOption> option =
+          OptionOf(unit, i, worst_counts, weights);
       if (option.has_value()) *added.add_options() = *std::move(option);
     }
     if (added.options().empty()) continue;
@@ -397,9 +425,9 @@ absl::StatusOr<std::vector<v1::SweepMixture>> ChooseAlike(
   if (!response.ok()) return response.status();
   std::vector<v1::SweepMixture> mixtures(response->mixtures().begin(),
                                          response->mixtures().end());
-  if (has_groups) {
+  if (has_groups || !weights.empty()) {
     for (v1::SweepMixture& mixture : mixtures) {
-      mixture = Spread(mixture, by_name);
+      mixture = Spread(mixture, by_name, weights);
     }
   }
   return mixtures;
@@ -452,8 +480,8 @@ std::vector<const files::FileTensor*> WeightsOf(const TensorInput& input) {
 absl::StatusOr<std::vector<v1::SweepMixture>> ChooseMixtures(
     const std::vector<MeasuredTensor>& tensors,
     const std::vector<Budget>& budgets, size_t spec_count,
-    const std::vector<TieGroup>& ties, Client* client) {
-  const std::vector<Unit> units = UnitsOf(tensors, ties);
+    const SweepOptions& options, Client* client) {
+  const std::vector<Unit> units = UnitsOf(tensors, options.ties);
   std::vector<v1::SweepMixture> mixtures(budgets.size());
   for (const bool worst_counts : {true, false}) {
     std::vector<Budget> alike;
@@ -463,8 +491,8 @@ absl::StatusOr<std::vector<v1::SweepMixture>> ChooseMixtures(
       alike.push_back(budgets[i]);
       places.push_back(i);
     }
-    absl::StatusOr<std::vector<v1::SweepMixture>> chosen =
-        ChooseAlike(units, alike, spec_count, worst_counts, client);
+    absl::StatusOr<std::vector<v1::SweepMixture>> chosen = ChooseAlike(
+        units, alike, spec_count, worst_counts, options.output_weights, client);
     if (!chosen.ok()) return chosen.status();
     for (size_t i = 0; i < places.size(); ++i) {
       mixtures[places[i]] = std::move((*chosen)[i]);
@@ -476,13 +504,12 @@ absl::StatusOr<std::vector<v1::SweepMixture>> ChooseMixtures(
 absl::StatusOr<ModelSweep> SweepTensors(
     const std::vector<const files::FileTensor*>& tensors,
     const std::vector<SpecTemplate>& specs, const std::vector<Budget>& budgets,
-    Client* client, const OnTensor& on_tensor,
-    const std::vector<TieGroup>& ties, const ModelImportance& importance) {
+    Client* client, const SweepOptions& options) {
   absl::StatusOr<std::vector<MeasuredTensor>> measured =
-      Measurer(tensors, specs, ties, importance, on_tensor).Run(client);
+      Measurer(tensors, specs, options).Run(client);
   if (!measured.ok()) return measured.status();
   absl::StatusOr<std::vector<v1::SweepMixture>> mixtures =
-      ChooseMixtures(*measured, budgets, specs.size(), ties, client);
+      ChooseMixtures(*measured, budgets, specs.size(), options, client);
   if (!mixtures.ok()) return mixtures.status();
   return ModelSweep{*std::move(measured), *std::move(mixtures)};
 }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <iterator>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -402,41 +403,62 @@ absl::StatusOr<EncodingSpec> SpecTemplate::SpecOfAny() const {
 
 namespace {
 
-absl::StatusOr<SpecTemplate> ParseJsonSpec(absl::string_view text) {
-  const auto invalid = [text](absl::string_view what) {
-    return ArgumentInvalidError(absl::StrCat(
-        "expected a spec as JSON, such as {\"spec\": {\"format\": "
-        "\"NUMBER_FORMAT_INT8\"}, \"granularity\": \"per-channel\"}, got ",
-        text, what));
-  };
+absl::Status JsonSpecError(absl::string_view text, absl::string_view what) {
+  return ArgumentInvalidError(absl::StrCat(
+      "expected a spec as JSON, such as {\"spec\": {\"format\": "
+      "\"NUMBER_FORMAT_INT8\"}, \"granularity\": \"per-channel\"}, got ",
+      text, what));
+}
+
+absl::StatusOr<Granularity> ParseJsonGranularity(const std::string& text) {
+  absl::string_view blocks = text;
+  return absl::ConsumePrefix(&blocks, "block=") ? ParseBlockSize(blocks)
+                                                : ParseGranularity(text);
+}
+
+// A spec of JSON. Sets `pattern` to that of "pattern"; null for a spec that may
+// have none.
+absl::StatusOr<SpecTemplate> ParseJsonSpec(
+    absl::string_view text, std::optional<std::string>* pattern) {
   const files::Json json = files::ParseJson(text);
-  if (!json.is_object()) return invalid("");
+  if (!json.is_object()) return JsonSpecError(text, "");
   SpecTemplate result;
   bool has_spec = false;
+  bool is_message = false;
   for (const auto& [key, value] : json.items()) {
-    if (key == "spec" && value.is_object()) {
+    if (key == "pattern" && value.is_string() && pattern != nullptr) {
+      *pattern = value.get<std::string>();
+    } else if (key == "spec" && value.is_object()) {
       const auto status = google::protobuf::util::JsonStringToMessage(
           value.dump(), &result.spec);
       if (!status.ok()) {
-        return invalid(absl::StrCat(": ", std::string(status.message())));
+        return JsonSpecError(text,
+                             absl::StrCat(": ", std::string(status.message())));
       }
+      has_spec = is_message = true;
+    } else if (key == "spec" && value.is_string()) {
+      absl::StatusOr<SpecTemplate> spec =
+          ParseSpecOrGgufType(value.get_ref<const std::string&>());
+      if (!spec.ok()) return spec.status();
+      result = *std::move(spec);
       has_spec = true;
-    } else if (key == "granularity" && value.is_string()) {
-      const std::string& granularity = value.get_ref<const std::string&>();
-      absl::string_view blocks = granularity;
-      absl::StatusOr<Granularity> parsed =
-          absl::ConsumePrefix(&blocks, "block=")
-              ? ParseBlockSize(blocks)
-              : ParseGranularity(granularity);
-      if (!parsed.ok()) return parsed.status();
-      result.granularity = *std::move(parsed);
-    } else {
-      return invalid(absl::StrCat(": \"", key, "\""));
+    } else if (key != "granularity" || !value.is_string()) {
+      return JsonSpecError(text, absl::StrCat(": \"", key, "\""));
     }
   }
-  if (!has_spec) return invalid(": no \"spec\"");
+  if (!has_spec) return JsonSpecError(text, ": no \"spec\"");
+  if (json.contains("granularity")) {
+    if (!is_message) {
+      return JsonSpecError(text, ": \"granularity\" beside words");
+    }
+    absl::StatusOr<Granularity> granularity =
+        ParseJsonGranularity(json["granularity"].get<std::string>());
+    if (!granularity.ok()) return granularity.status();
+    result.granularity = *std::move(granularity);
+  }
   if (result.spec.block_size_size() > 0 || result.spec.has_granularity()) {
-    return invalid(": block_size and granularity belong into \"granularity\"");
+    return JsonSpecError(
+        text, ": block_size and granularity belong into \"granularity\"");
   }
   return result;
 }
@@ -444,7 +466,7 @@ absl::StatusOr<SpecTemplate> ParseJsonSpec(absl::string_view text) {
 }  // namespace
 
 absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text) {
-  if (absl::StartsWith(text, "{")) return ParseJsonSpec(text);
+  if (absl::StartsWith(text, "{")) return ParseJsonSpec(text, nullptr);
   const std::vector<absl::string_view> parts = absl::StrSplit(text, ':');
   const absl::StatusOr<v1::NumberFormat> format = ParseFormat(parts[0]);
   if (!format.ok()) return format.status();
@@ -614,7 +636,14 @@ absl::Status AddSpec(const std::string& text, SpecSet* set, bool* has_base) {
     }
     return absl::OkStatus();
   }
-  const absl::StatusOr<SpecTemplate> base = ParseSpecOrGgufType(text);
+  std::optional<std::string> pattern;
+  const absl::StatusOr<SpecTemplate> base = absl::StartsWith(text, "{")
+                                                ? ParseJsonSpec(text, &pattern)
+                                                : ParseSpecOrGgufType(text);
+  if (base.ok() && pattern.has_value()) {
+    set->overrides.push_back({*std::move(pattern), *base});
+    return absl::OkStatus();
+  }
   if (base.ok()) {
     if (*has_base) {
       return ArgumentInvalidError(absl::StrCat(

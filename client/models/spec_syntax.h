@@ -99,7 +99,7 @@ struct SpecTemplate {
 // "int4:group:32:asymmetric", "uint8:percentile=0.999", "mxfp4_e2m1:rule=even".
 // Or a JSON object, which says all that a spec may have: "spec" is the protobuf
 // JSON of an EncodingSpec without block_size and granularity, "granularity" is
-// GRANULARITY as above; without it "default".
+// GRANULARITY as above; without it "default". Or "spec" is words as above.
 // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
 absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text);
 
@@ -129,7 +129,8 @@ struct SpecSet {
 
 // Adds one value of `--spec`: "SPEC" sets the base, "PATTERN=SPEC" adds an
 // override, "@FILE" has either on each of its lines. SPEC is what
-// ParseSpecOrGgufType takes.
+// ParseSpecOrGgufType takes. JSON with "pattern" is an override too, whatever
+// bytes the pattern has.
 // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
 absl::Status AddSpec(const std::string& text, SpecSet* set, bool* has_base);
 

@@ -42,12 +42,10 @@ class CommandLineTest : public ::testing::Test {
   }
 
   CommandLine::Outcome Run(const std::vector<const char*>& words) {
-    std::vector<const char*> arguments = {"prog"};
-    arguments.insert(arguments.end(), words.begin(), words.end());
     ::testing::internal::CaptureStderr();
     ::testing::internal::CaptureStdout();
     const CommandLine::Outcome outcome =
-        line_.Run(static_cast<int>(arguments.size()), arguments.data());
+        line_.Run(std::vector<std::string>(words.begin(), words.end()));
     error_ = ::testing::internal::GetCapturedStderr();
     output_ = ::testing::internal::GetCapturedStdout();
     return outcome;
@@ -68,6 +66,15 @@ class CommandLineTest : public ::testing::Test {
   std::string error_;
   std::string output_;
 };
+
+TEST_F(CommandLineTest, AnOptionMayBeEmpty) {
+  EXPECT_EQ(Run({"quantize", "x", "--format=", "--bytes=4k"}),
+            CommandLine::Outcome::kRan);
+  EXPECT_EQ(text_, "");
+  EXPECT_EQ(number_, 4096);
+  EXPECT_EQ(Run({"quantize", "x", "--format=a="}), CommandLine::Outcome::kRan);
+  EXPECT_EQ(text_, "a=");
+}
 
 TEST_F(CommandLineTest, MistypedWordsAreNamedWithWhatIsNear) {
   ExpectWrong({"quantize", "x", "--fromat", "int8"},

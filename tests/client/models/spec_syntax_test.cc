@@ -371,9 +371,17 @@ TEST(SpecSyntaxTest, JsonSaysAllOfASpec) {
   ASSERT_TRUE(
       AddSpec(R"(a*={"spec": {"codebook": [2]}})", &set, &has_base).ok());
   EXPECT_EQ(set.For("ab")->spec.codebook(0), 2);
+  ASSERT_TRUE(
+      AddSpec(R"({"pattern": "c=d\n*", "spec": "q4_K"})", &set, &has_base)
+          .ok());
+  EXPECT_EQ(set.For("c=d\nx")->gguf_type, "q4_K");
+  EXPECT_FALSE(ParseSpec(R"({"pattern": "a", "spec": "int8"})").ok());
+  EXPECT_EQ(ParseSpec(R"({"spec": "int8:group:4"})")->granularity.group, 4);
   for (const char* text :
-       {"{", "{}", R"({"spec": 1})", R"({"spec": {"form": 1}})",
-        R"({"spec": {}, "more": ""})", R"({"spec": {}, "granularity": "x"})",
+       {"{", "{}", R"({"spec": 1})", R"({"spec": "int99"})",
+        R"({"spec": "int8", "granularity": "group:4"})",
+        R"({"spec": {"form": 1}})", R"({"spec": {}, "more": ""})",
+        R"({"spec": {}, "granularity": "x"})",
         R"({"spec": {"block_size": [1]}})",
         R"({"spec": {"granularity": {"axis": 1}}})",
         R"({"spec": {"a=b": 1}})"}) {

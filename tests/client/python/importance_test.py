@@ -332,14 +332,3 @@ def test_imatrix_as_older_versions_wrote_it(tmp_path):
         assert reason_of(lambda: imatrix.load(str(path))) == "FILE_MALFORMED"
     assert reason_of(
         lambda: imatrix.load(str(tmp_path / "none.dat"))) == "FILE_UNREADABLE"
-
-
-def test_a_model_without_weights_needs_no_importance(client, tmp_path):
-    source, target = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
-    quantd.save(source, {"fc.weight": np.ones((0, 64), np.float32)})
-    with pytest.raises(quantd.QuantdError, match="nothing is quantized"):
-        quantd.quantize_model(
-            source, target, "int4:group:32:mse", client=client,
-            importance={"fc.weight": imatrix.InputSquares(
-                np.ones((1, 64), np.float32), np.ones(1, np.float32))})
-    assert quantd.load(target)["fc.weight"].shape == (0, 64)

@@ -121,18 +121,23 @@ def test_what_the_objective_needs_is_told(client, tmp_path):
                                   "weights": {"a.weight": 1, "b.weight": 1},
                                   **options})
         assert error.value.reason == "ARGUMENT_INVALID"
-        return error.value.field
+        return error.value.message
 
-    assert reason(weights=None) == "weights"
-    assert reason(inputs=None) == "inputs"
-    assert reason(objective="logits") == "objective"
-    assert reason(objective="tensor") == "weights"
-    assert reason(weights={"a.weight": 1}) == "weights"
-    assert reason(weights={"a.weight": 1, "b.weight": -1}) == "weights"
-    assert reason(inputs=quantd.ModelRounding(
-        "needs", inputs={"a.weight": "none"})) == "inputs"
-    assert reason(inputs=quantd.ModelRounding(
-        "needs", column_order="natural")) == "inputs"
+    needs = "expected inputs and weights with objective 'output'"
+    assert reason(weights=None) == needs
+    assert reason(inputs=None) == needs
+    assert "got 'logits'" in reason(objective="logits")
+    assert reason(objective="tensor") == (
+        "expected weights with objective 'output'")
+    assert reason(weights={"a.weight": 1}) == (
+        "b.weight has no weight, which weights needs; exclude it, and give it "
+        "a spec of its own")
+    assert "got -1 for b.weight" in reason(
+        weights={"a.weight": 1, "b.weight": -1})
+    assert "a.weight has no Gram matrix of its inputs" in reason(
+        inputs=quantd.ModelRounding("needs", inputs={"a.weight": "none"}))
+    assert "without damping" in reason(
+        inputs=quantd.ModelRounding("needs", column_order="natural"))
     found = {}
     for light in ("a.weight", "b.weight"):
         heavy = {"a.weight": "b.weight", "b.weight": "a.weight"}[light]

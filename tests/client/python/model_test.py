@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
+import signal
 import threading
 import warnings
 
+import grpc
 import numpy as np
 import pytest
 
@@ -163,20 +166,25 @@ def test_ASpecSaysAllToQuantctl(tmp_path, client):
         np.testing.assert_array_equal(made.codes, expected.codes, str(spec))
         assert made.encoding == dataclasses.replace(
             expected.encoding, degenerate_count=0), spec
-    # What is too long for a command line goes another way.
+    # More than a command line may have.
     many = {f"w{number}": dataclasses.replace(
         specs[-2], importance=quantd.Importance(weight=rng.random(64)))
-            for number in range(100)}
+            for number in range(2000)}
     quantd.save(tmp_path / "many", dict.fromkeys(many, weight))
     quantd.quantize_model(tmp_path / "many", tmp_path / "out", many,
                           client=client)
     made = quantd.load(tmp_path / "out")
-    for name in ("w0", "w99"):
+    for name in ("w0", "w1999"):
         np.testing.assert_array_equal(
             made[name].codes, client.quantize(weight, many[name]).codes)
-    for pattern in ("a=b", "a\nb", "@w", "{w"):
-        assert raised(quantd.quantize_model, source, tmp_path / "none",
-                      {pattern: "int8"}, client=client) == "ARGUMENT_INVALID"
+    # Patterns may have any characters.
+    names = ["int8", "int8:a", " a", "a=b", "@a", "{a", "a\nb", "-a", "a?"]
+    quantd.save(tmp_path / "names", dict.fromkeys([*names, "b"], weight))
+    quantd.quantize_model(tmp_path / "names", tmp_path / "out",
+                          dict.fromkeys(names, "int2"), client=client,
+                          overwrite=True)
+    assert {name for name, tensor in quantd.load(tmp_path / "out").items()
+            if isinstance(tensor, quantd.QuantizedTensor)} == set(names)
 
 
 def test_ASchemeMakesAModelForRuntimes(tmp_path, folder, client):
@@ -253,10 +261,6 @@ def test_AFlippedByteIsNotJoinedAndDoneAgain(tmp_path, folder, client):
         quantd.join_model(folder, target, SPECS)
 
 
-SPECS = {"*q_proj*": "int4:group:32:asymmetric", "*.1.*": "nvfp4",
-         "*": "int8:per-channel:mse"}
-
-
 def test_ATensorThatFailsLeavesNothing(tmp_path, client):
     source, target = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
     weight = np.ones((4, 4), np.float32)
@@ -319,16 +323,25 @@ def test_OtherFilesAreNotReplacedUnlessAsked(tmp_path, folder, client):
 
 def test_EncodingsAreStoredOnlyWhenAsked(tmp_path, folder, client):
     quantd.quantize_model(folder, tmp_path / "a", "int8", client=client)
-    for names in ({"model": "acme/not"}, {"revision": "v2"}):
-        for call in (quantd.quantize_model, quantd.join_model):
-            assert raised(call, folder, tmp_path / "b", "int8", client=client,
-                          **names) == "ARGUMENT_INVALID"
+    assert raised(quantd.quantize_model, folder, tmp_path / "b", "int8",
+                  client=client, revision="v2") == "ARGUMENT_INVALID"
     assert not (tmp_path / "b").exists()
     assert list(client.list_encodings("a")) == []
-    assert list(client.list_encodings("acme/not")) == []
     quantd.quantize_model(folder, tmp_path / "b", "int8", client=client,
-                          model="acme/kept", store=True)
-    assert len(list(client.list_encodings("acme/kept"))) == 12
+                          model="acme/not", store=False)
+    assert list(client.list_encodings("acme/not")) == []
+    for model, keywords in (("acme/kept", {"model": "acme/kept"}),
+                            ("llm", {"store": True})):
+        target = tmp_path / f"of-{model[:3]}"
+        for part in range(2):
+            quantd.quantize_model(folder, target, "int8", client=client,
+                                  part=(part, 2), **keywords)
+        assert [revision.revision.partition("-")[0] for revision
+                in client.list_revisions(model)] == ["main.draft"]
+        assert raised(quantd.join_model, folder, target, "int8",
+                      **keywords) == "ARGUMENT_INVALID"
+        quantd.join_model(folder, target, "int8", client=client, **keywords)
+        assert len(list(client.list_encodings(model))) == 12
 
 
 def test_AServerThatGoesAwayEndsTheRun(tmp_path, folder):
@@ -550,9 +563,7 @@ def fixture_engine(tmp_path, monkeypatch):
         path = tmp_path / f"engine-{len(list(tmp_path.iterdir()))}"
         path.write_text(f"""#!/bin/sh
 if [ "$1" = --version ]; then echo "quantctl {quantd.__version__}"; exit; fi
-for word; do
-  case $word in --progress-fd=*) progress=${{word#*=}} ;; esac
-done
+progress=$(tr '\\0' '\\n' < "$2" | sed -n s/--progress-fd=//p)
 {script}
 """)
         path.chmod(0o755)
@@ -560,12 +571,76 @@ done
     return put
 
 
+def test_TheEngineGetsWhatTheClientWasGiven(engine, tmp_path, monkeypatch):
+    words = tmp_path / "words"
+    engine(f"""tr '\\0' '\\n' < "$2" > {words}
+env | grep -c ^QUANTD_ >> {words}
+echo '{{"tensors": [], "written": true, "file_bytes": 0}}'""")
+    monkeypatch.setenv("QUANTD_TLS_CA", "/nowhere")
+    monkeypatch.chdir(tmp_path)
+    for name in ("ca", "token"):
+        (tmp_path / name).write_text("x")
+    monkeypatch.setattr(grpc, "ssl_channel_credentials",
+                        lambda *_: grpc.local_channel_credentials())
+    with quantd.Client("other:1", credentials=quantd.tls_credentials("ca"),
+                       token_file="token", balance=True, timeout=math.inf,
+                       max_retries=2.7, retry_for=7) as made:
+        monkeypatch.chdir("/")
+        quantd.quantize_model(tmp_path / "x", "-", client=made, part="0/2",
+                              ignore=[], nan_policy="zero_point")
+    got = words.read_text().split("\n")
+    assert "0" == got[-2]
+    for flag in ("--server=other:1", "--tls", f"--tls-ca={tmp_path}/ca",
+                 f"--token-file={tmp_path}/token", "--balance",
+                 "--timeout=1000000000.000000000", "--retries=2",
+                 "--retry-for=7.000000000", "--output=./-", "--ignore=",
+                 "--part=0/2", "--nan-policy=zero-point", "--streams=2",
+                 str(tmp_path / "x")):
+        assert flag in got, flag
+    assert not any(word.startswith(("--store", "--no-store", "--spec"))
+                   for word in got)
+    made.close()
+    assert raised(quantd.quantize_model, "x", "y", "int8",
+                  client=made) == "CLIENT_CLOSED"
+    with quantd.Client("other:1",
+                       credentials=grpc.local_channel_credentials()) as made:
+        assert raised(quantd.quantize_model, "x", "y", "int8",
+                      client=made) == "ARGUMENT_INVALID"
+
+
+def test_WhatIsNoArgumentIsRefused(tmp_path, client):
+    quantd.save(tmp_path / "x", {"w": np.ones((4, 32), np.float32)})
+    for keywords in ({"part": 3}, {"part": (1, 2, 3)}, {"ties": None},
+                     {"importance": "imatrix.gguf"}, {"importance": {}},
+                     {"include": ["a\0b"]}, {"include": [""]},
+                     {"specs": ""}, {"target": ""}, {"source": ""},
+                     {"rounding": "x"}, {"inputs": "x"},
+                     {"include": ["x" * 200_000]}):
+        given = {"source": tmp_path / "x", "target": tmp_path / "y",
+                 "specs": "int8", **keywords}
+        assert raised(quantd.quantize_model, client=client, **given) == (
+            "ARGUMENT_INVALID"), keywords
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_AForkMeanwhileDoesNotHoldTheCall(engine, tmp_path, client):
+    """A process that has the pipe of the progress and lives on."""
+    engine("""sleep 20 & echo $! > "$0.pid"
+echo '{"tensors": [], "written": true, "file_bytes": 0}'""")
+    quantd.quantize_model(tmp_path / "x", tmp_path / "y", client=client,
+                          part="0/2")
+    (path,) = tmp_path.glob("*.pid")
+    pid = int(path.read_text())
+    os.kill(pid, 0)
+    os.kill(pid, signal.SIGTERM)
+
+
 @pytest.mark.parametrize("script, code, reason, message", [
     ("echo 'quantctl: FILE_CHANGED: x.gguf: tensor a: cut' >&2; exit 4",
      "ABORTED", "FILE_CHANGED", "x.gguf: tensor a: cut"),
     ("echo '--rounding: a is not in {b}' >&2; exit 2", "INVALID_ARGUMENT",
      "ARGUMENT_INVALID", "rounding: a is not in {b}"),
-    ("kill -9 $$", "CANCELLED", "ENGINE_ENDED", "was ended by SIGKILL"),
+    ("kill -9 $$", "CANCELLED", "ENGINE_ENDED", "was ended by Killed"),
     ("echo oh >&2; exit 7", "INTERNAL", "ENGINE_ENDED", "exit code 7: oh"),
     ("""echo '{"error": {"code": "NOT_FOUND", "reason": "FILE_UNREADABLE",
         "message": "x: see --force and a--force"}}'; exit 4""",
@@ -582,7 +657,8 @@ def test_AnEngineThatEndsIsAnError(engine, tmp_path, client, script, code,
 
 def test_AnInterruptEndsTheEngineFirst(engine, tmp_path, client):
     ended = tmp_path / "ended"
-    engine(f"""trap 'echo yes > {ended}; kill $sleeper; exit 130' INT
+    engine(f"""trap '' INT
+trap 'echo yes > {ended}; kill $sleeper; exit 130' TERM
 echo '{{"done_bytes":1,"total_bytes":2}}' > /dev/fd/$progress
 sleep 60 & sleeper=$!
 wait""")

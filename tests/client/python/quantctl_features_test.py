@@ -471,9 +471,14 @@ def test_importance_without_its_inputs_is_refused(tmp_path, quantctl, network):
         assert "got none for the tensors" in quantctl(
             *command, *spec, "--inputs", "net", code=2)
     # They are for nothing else.
-    for command in (("quantize", model, *out), ("sweep", model)):
-        assert "a spec with importance" in quantctl(
-            *command, "--spec", "int4:mse", "--inputs", "net", code=2)
+    assert "a spec with importance" in quantctl(
+        "quantize", model, *out, "--spec", "int4:mse", "--inputs", "net",
+        code=2)
+    assert "expected Gram matrices" in quantctl(
+        "sweep", model, "--spec", "int4:mse", "--inputs", "net", code=2)
+    assert "expected --inputs with" in quantctl(
+        "sweep", model, "--spec", "int4:mse", "--output-weights", model,
+        code=2)
     assert "with a file" in quantctl(
         "sweep", "--model", "net", "--spec", "int4", "--inputs", "net", code=2)
     assert "without importance in a report" in quantctl(
@@ -603,6 +608,17 @@ def test_modules_are_weighed_too(client):
         "module", "1.weight"))
     np.testing.assert_array_equal(model[1].quantized_weight.scale.numpy(),
                                   expected.encoding.scale)
+
+
+def test_a_model_without_weights_needs_no_importance(client, tmp_path):
+    source, target = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
+    quantd.save(source, {"fc.weight": np.ones((0, 64), np.float32)})
+    with pytest.raises(quantd.QuantdError, match="nothing is quantized"):
+        quantd.quantize_model(
+            source, target, "int4:group:32:mse", client=client,
+            importance={"fc.weight": imatrix.InputSquares(
+                np.ones((1, 64), np.float32), np.ones(1, np.float32))})
+    assert quantd.load(target)["fc.weight"].shape == (0, 64)
 
 
 def test_a_run_goes_on_only_with_the_same_moments(tmp_path, quantctl, client,

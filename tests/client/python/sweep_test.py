@@ -1,4 +1,4 @@
-"""Specs measured on the files of a model: the figures are those of quantctl."""
+"""Specs measured on the files of a model."""
 
 import json
 import math
@@ -12,8 +12,6 @@ from quantd import _files
 
 SPECS = ["int8:per-channel", "int4:group:32:mse", "nvfp4", "lpbq",
          "int4:group:128"]
-FIELDS = ("sqnr_db", "max_absolute_error", "mean_squared_error",
-          "non_finite_count", "clipped_low_count", "clipped_high_count")
 
 
 @pytest.fixture(name="folder")
@@ -42,59 +40,59 @@ def fixture_folder(tmp_path):
     return folder
 
 
-def measured_of(answer):
-    """By tensor and spec, of the JSON of quantctl."""
-    return {tensor["name"]: [
-        [item["spec"], item["error"]["reason"]] if "error" in item else
-        [item["spec"], *(item[field] for field in FIELDS), item["size_bytes"],
-         item["noise_to_signal"]]
-        for item in tensor["candidates"]] for tensor in answer["tensors"]}
-
-
 def measured_here(sweep):
     return {tensor.name: [
         [item.spec, item.error.reason] if item.error else
-        [item.spec, *(getattr(item.metrics, field) for field in FIELDS),
-         item.size_bytes, item.noise_to_signal]
+        [item.spec, item.metrics, item.size_bytes, item.noise_to_signal]
         for item in tensor.candidates] for tensor in sweep.tensors}
 
 
-def rounded(value):
-    """What quantctl prints of it."""
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [rounded(item) for item in value]
-    if isinstance(value, float):
-        return None if not math.isfinite(value) else pytest.approx(
-            value, rel=1e-12, abs=0)
-    return value
-
-
-def test_TheFiguresAreThoseOfQuantctl(folder, quantctl, client):
+def test_TheFiguresAreThoseOfEvaluate(folder, client):
     specs = [*SPECS, "int8:block=1,64", "mxfp6_e3m2"]
-    words = [word for spec in specs for word in ("--spec", spec)]
-    answer = quantctl("sweep", folder, "--json", *words, "--min-sqnr", 15,
-                      "--min-sqnr", 60, code=1)
     sweep = quantd.sweep_model(folder, specs, client=client,
                                min_sqnr_db=(15, 60))
-    expected, found = measured_of(answer), measured_here(sweep)
-    assert list(found) == list(expected)
-    assert set(found) == {"a.weight", "large.weight", "b.weight", "odd",
-                          "broken", "zero"}
-    for name, candidates in expected.items():
-        assert candidates == rounded(found[name]), name
-    # A block of two dimensions fits no tensor of three.
-    assert found["odd"][-1] == ["int8:block=1,64", "ARGUMENT_INVALID"]
-    totals = [{**total, "spec": None} for total in answer["totals"]]
-    assert totals == rounded([
-        {**total.to_dicts()[0], "spec": None} for total in sweep.totals])
-    for mixture, item in zip(answer["mixtures"], sweep.mixtures, strict=True):
-        assert {choice["tensor"]: choice["spec"]
-                for choice in mixture["choices"]} == item.specs
-        for field in ("size_bytes", "min_sqnr_db", "noise_to_signal_sum",
-                      "target_met"):
-            assert mixture[field] == rounded(getattr(item, field)), field
+    weights = quantd.load(folder)
+    assert {tensor.name for tensor in sweep.tensors} == {
+        "large.weight", "a.weight", "b.weight", "broken", "zero", "odd"}
+    for tensor in sweep.tensors:
+        assert (tensor.shape, tensor.dtype) == (
+            weights[tensor.name].shape, weights.info(tensor.name).dtype)
+        good = [item for item in tensor.candidates if item.error is None]
+        # A block of two dimensions fits no tensor of three.
+        assert [item.spec for item in tensor.candidates if item.error] == (
+            ["int8:block=1,64"] if tensor.name == "odd" else [])
+        noise = [item.noise_to_signal for item in good]
+        assert noise == sorted(noise)
+        evaluated = client.evaluate(weights[tensor.name],
+                                    [item.spec for item in good])
+        for item, expected in zip(good, evaluated, strict=True):
+            assert item.size_bytes == expected.size_bytes
+            for field in ("count", "non_finite_count", "clipped_low_count",
+                          "clipped_high_count", "sum_squared_error",
+                          "mean_squared_error", "max_absolute_error",
+                          "sqnr_db"):
+                np.testing.assert_equal(getattr(item.metrics, field),
+                                        getattr(expected.overall, field))
+            assert math.isnan(item.metrics.cosine_similarity)
+            if tensor.name != "broken":
+                assert item.noise_to_signal == pytest.approx(
+                    10 ** (-expected.overall.sqnr_db / 10))
+    (perfect,) = {item.metrics.sqnr_db for tensor in sweep.tensors
+                  if tensor.name == "zero" for item in tensor.candidates}
+    assert perfect == math.inf
+    assert [total.failed_count for total in sweep.totals] == [0] * 6 + [1]
+    for total in sweep.totals:
+        found = {tensor.name: item for tensor in sweep.tensors
+                 for item in tensor.candidates
+                 if item.spec_index == total.spec_index and not item.error}
+        assert total.size_bytes == sum(
+            item.size_bytes for item in found.values())
+        assert total.noise_to_signal_sum == pytest.approx(math.fsum(
+            item.noise_to_signal for item in found.values()))
+        lowest = found[total.min_sqnr_tensor]
+        assert total.min_sqnr_db == (
+            -math.inf if lowest.noise_to_signal == math.inf else
+            lowest.metrics.sqnr_db)
     assert [item.target_met for item in sweep.mixtures] == [True, False]
 
 
@@ -123,7 +121,7 @@ def test_AMixtureIsWhatQuantizeModelTakes(tmp_path, folder, client, quantctl):
             if tensor.result == "quantized"} == set(mixture.specs)
 
 
-def test_TensorsThatRuntimesFuseAreTied(tmp_path, client, quantctl):
+def test_TensorsThatRuntimesFuseAreTied(tmp_path, client):
     source = tmp_path / "x.safetensors"
     rng = np.random.default_rng(8)
     weights = {f"{layer}.{which}_proj.weight": rng.standard_normal(
@@ -131,29 +129,17 @@ def test_TensorsThatRuntimesFuseAreTied(tmp_path, client, quantctl):
         for which, size in zip("qkvo", (1, 2, 9, 1))}
     quantd.save(source, weights)
     specs = ["nvfp4", "int8:per-channel", "int4:group:32"]
-    words = [word for spec in specs for word in ("--spec", spec)]
-    for flags, keywords in (
-            ((), {}), (("--no-ties",), {"ties": False}),
-            (("--tie", "{layer}.{o,q}_proj.weight"), {
-                "ties": ["{layer}.{o,q}_proj.weight"]})):
-        answer = quantctl("sweep", source, "--json", *words, *flags,
-                          "--max-bits-per-element", 5.6)
+    for keywords in ({}, {"ties": False},
+                     {"ties": ["{layer}.{o,q}_proj.weight"]}):
         sweep = quantd.sweep_model(source, specs, client=client,
                                    max_bits_per_element=5.6,
                                    min_sqnr_db=22, **keywords)
-        of_quantctl = quantctl("sweep", source, "--json", *words, *flags,
-                               "--min-sqnr", 22)
-        for name, candidates in measured_of(answer).items():
-            assert candidates == rounded(measured_here(sweep)[name]), name
-        for mixture, item in zip(
-                (of_quantctl["mixtures"][0], answer["mixtures"][0]),
-                sweep.mixtures, strict=True):
+        sqnr = {(tensor.name, item.spec): item.metrics.sqnr_db
+                for tensor in sweep.tensors for item in tensor.candidates}
+        for item in sweep.mixtures:
             assert item.target_met
-            assert {choice["tensor"]: choice["spec"]
-                    for choice in mixture["choices"]} == item.specs
             assert item.specs.keys() == weights.keys()
-            for field in ("size_bytes", "min_sqnr_db", "noise_to_signal_sum"):
-                assert mixture[field] == rounded(getattr(item, field)), field
+            assert item.min_sqnr_db == min(map(sqnr.get, item.specs.items()))
             if keywords.get("ties", True):
                 for layer in "ab":
                     members = "oq" if "ties" in keywords else "qkv"
@@ -187,10 +173,9 @@ def test_WhatIsWrongIsSaidFirst(tmp_path, folder, client):
         with pytest.raises(quantd.QuantdError) as caught:
             quantd.sweep_model(source, specs, client=client, **keywords)
         return caught.value.reason
-    for specs in ("int99", [], ["int8", 3], ["int8"] * 65):
+    for specs in ("int99", [], ["int8", 3]):
         assert fails(specs) == "ARGUMENT_INVALID", specs
     assert fails(include=["nothing"]) == "ARGUMENT_INVALID"
-    assert fails(streams=0) == "ARGUMENT_INVALID"
     assert fails(source=tmp_path / "none") == "FILE_UNREADABLE"
     quantd.quantize_model(folder, tmp_path / "new", "int8", client=client,
                           exclude=["broken"])
@@ -271,8 +256,8 @@ def test_TensorsWithoutElementsAreLeftOut(tmp_path, client, quantctl):
         sweep = quantd.sweep_model(source, ["int8", "nvfp4"], client=client,
                                    max_bits_per_element=9)
     assert [str(one.message) for one in told] == [
-        f"quantd: tensor {name!r} has no elements: it is left out"
-        for name in ("none", "b")]
+        "quantd: left out, as they have no elements: none, b"]
+    assert told[0].filename == __file__
     assert sweep.mixtures[0].target_met
     assert [tensor.name for tensor in sweep.tensors] == ["a"]
     for command in (("sweep", "--max-bits-per-element", 9, "-o",
@@ -313,16 +298,15 @@ def test_ATensorThatTheServerCannotHoldIsCalibratedFirst(
     assert caught.value.reason == "MEMORY_BUDGET"
     assert sqnr(quantd.sweep_model(source, specs, client=limited)) == (
         pytest.approx(expected, abs=.1))
-    spec_options = [word for spec in specs for word in ("--spec", spec)]
-    for command in ("sweep", "evaluate"):
-        printed = json.loads(subprocess.run(
-            [request.config.getoption("--quantctl"), command, source,
-             *spec_options, "--json", "--server", small_server.address],
-            check=True, stdout=subprocess.PIPE).stdout)
-        assert {(tensor["name"], item.get("spec") or item["label"]):
-                item["sqnr_db"] for tensor in printed["tensors"]
-                for item in tensor["candidates"]} == (
-                    pytest.approx(expected, abs=.1))
+    printed = json.loads(subprocess.run(
+        [request.config.getoption("--quantctl"), "evaluate", source, "--json",
+         "--server", small_server.address,
+         *(word for spec in specs for word in ("--spec", spec))],
+        check=True, stdout=subprocess.PIPE).stdout)
+    assert {(tensor["name"], item["label"]): item["sqnr_db"]
+            for tensor in printed["tensors"]
+            for item in tensor["candidates"]} == (
+                pytest.approx(expected, abs=.1))
 
 
 def test_DataGoUpOnceToAServerThatHoldsNone(tmp_path, small_server, limited):

@@ -140,6 +140,20 @@ class QuantctlTest(QuantctlCase):
         self.run_quantctl("--progress-fd", "99", "sweep", WEIGHTS, "--spec",
                           "int8")
 
+    def test_WordsComeFromAFileToo(self):
+        for words, code in ((["sweep", WEIGHTS, "--spec", "int8", "--json"], 0),
+                            (["sweep", WEIGHTS, "--spec=", "int8"], 2)):
+            with open(self.path("words"), "wb") as file:
+                file.write(b"".join(word.encode() + b"\0" for word in words))
+            self.assertEqual(
+                self.run_quantctl("--arguments", self.path("words"),
+                                  code=code).stdout,
+                self.run_quantctl(*words, code=code).stdout)
+        with open(self.path("words"), "ab") as file:
+            file.write(b"--json")
+        said = self.run_quantctl("--arguments", self.path("words"), code=2)
+        self.assertIn("each end with a NUL", said.stderr)
+
     def test_AContributionCountsOnce(self):
         def calibrate(sequence):
             report = self.json(

@@ -8,7 +8,7 @@ import functools
 import math
 import os
 import warnings
-from typing import Any, Callable, Mapping, Optional, Sequence
+from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
 
 import numpy as np
 
@@ -28,6 +28,13 @@ _NO_CONFIG_NOTE = (
     "no configuration was found beside the file: zero points are taken as of "
     "version 1 of GPTQ, which stores them less 1; those of gptq_v2 would be "
     "others")
+# Names that only codes have, and what lies beside them.
+_OF_CODES = (".qweight", ".qzeros", ".weight_packed", ".weight_scale_inv",
+             ".weight_scale_2", ".weight_global_scale", ".weight.absmax",
+             "_weight_scale_inv", "_weight_scale_2", "_proj_weight_scale",
+             "._weight_qdata", "._weight_scale", "._weight_zero_point",
+             ".W_q", ".comfy_quant", ".Qidxs", ".q_weight", ".trellis", ".suh",
+             ".svh")
 
 
 def _small_floats(exponent_bits: int, mantissa_bits: int) -> Array:
@@ -84,18 +91,6 @@ class Part:
         self.tensor = FileTensor(name, dtype, tuple(shape), None, make)
 
 
-def read(path: str, tensors: Mapping[str, FileTensor]) -> list[Part]:
-    """All of a file or folder in these layouts; `path` is what it was opened
-    as.
-
-    Raises: FILE_MALFORMED, FILE_UNSUPPORTED.
-    """
-    parts, wrong = read_each(path, tensors)
-    for error in wrong.values():
-        raise error
-    return parts
-
-
 def read_each(path: str, tensors: Mapping[str, FileTensor]
               ) -> tuple[list[Part], dict[str, errors.QuantdError]]:
     """Reads like read(), and tells what is wrong of tensors that are not read,
@@ -135,30 +130,6 @@ def warn_of_notes(path: str, parts: Sequence[Part], stacklevel: int) -> None:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         warnings.warn(f"quantd: {path}: tensor {found[0]!r}{more}: {note}",
                       RuntimeWarning, stacklevel=stacklevel + 1)
-
-
-def read_compressed(folder: str, tensors: Mapping[str, FileTensor],
-                    metadata: Mapping[str, str]) -> list[Part]:
-    """Reads the tensors of a compressed-tensors model."""
-    model = _compressed.Model(folder, tensors, metadata)
-    parts = []
-    for name, names in model.names().items():
-        quantized = model.read(name)
-        codes = [part for part in names
-                 if part in (name, name + "_packed")]
-
-        def decode(name: str = name, shape: tuple[int, ...] = quantized.shape
-                   ) -> Array:
-            # Without elements there may be scales all the same.
-            reals: Array = (model.read(name).dequantize() if math.prod(shape)
-                            else np.zeros(shape, np.float32))
-            return reals
-
-        parts.append(Part(
-            name, quantized.shape,
-            codes + [part for part in names if part not in codes],
-            decode, _files.DTYPE_OF_ELEMENTS[quantized.element_type]))
-    return parts
 
 
 def _config_of(path: str) -> dict[str, Any]:
@@ -694,3 +665,37 @@ def decoded(tensors: Mapping[str, FileTensor], parts: Sequence[Part]
     found += [tensor for name, tensor in tensors.items() if name not in gone]
     found.sort(key=lambda tensor: -_files.DTYPES[tensor.dtype].itemsize)
     return {tensor.name: tensor for tensor in found}
+
+
+def _method_of(path: str) -> str:
+    """Method that the configuration of a folder, or beside a file, names for
+    how the model is quantized, empty if it names none."""
+    folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
+    method = _compressed.method_of(folder)
+    if method:
+        return method
+    for name in ("quantize_config.json", "quant_config.json"):
+        config = _files.read_config(folder, name)
+        if "bits" in config or "w_bit" in config:
+            found = config.get("quant_method")
+            return found if isinstance(found, str) else name
+    # Without an algorithm it has the cache alone.
+    modelopt = _files.read_config(folder, "hf_quant_config.json").get(
+        "quantization")
+    return "modelopt" if isinstance(modelopt, dict) and (
+        modelopt.get("quant_algo") is not None) else ""
+
+
+def wrong_codes(path: str, tensors: Mapping[str, FileTensor],
+                known: Iterable[str]) -> dict[str, errors.QuantdError]:
+    """An error for each tensor under a name that only codes have, but for the
+    known ones."""
+    is_bare = not _method_of(path)
+    return {name: _files.unsupported(
+        path, f"tensor {name!r} is " + (
+            "of compressed-tensors, whose config.json is missing"
+            if is_bare and name.endswith(".weight_packed") else
+            "quantized in a way that is not read"))
+            for name, tensor in tensors.items()
+            if name.endswith(_OF_CODES) and tensor.element_type is None and
+            name not in known}

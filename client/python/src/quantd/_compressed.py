@@ -4,7 +4,6 @@ client/models/compressed_tensors.h for the layouts."""
 from __future__ import annotations
 
 import math
-import os
 import re
 from typing import Any, Iterator, Mapping, Optional
 

@@ -4,6 +4,7 @@ see."""
 from __future__ import annotations
 
 import collections
+import os
 import re
 import threading
 import time
@@ -28,7 +29,8 @@ def tls_credentials(ca: Optional[str] = None, certificate: Optional[str] = None,
     ca: trusted CA certificates; None: gRPC's own.
     certificate, key: the client's own, both or neither.
 
-    The files are read once: make another client for new ones.
+    The files are read once: make another client for new ones. Calls on whole
+    models read them again.
     """
     if (certificate is None) != (key is None):
         raise errors.argument_invalid(
@@ -39,8 +41,8 @@ def tls_credentials(ca: Optional[str] = None, certificate: Optional[str] = None,
         None if path is None else _read(path, field)
         for field, path in paths.items()))
     _FLAGS[credentials] = ["--tls", *(
-        f"--tls-{field}={path}" for field, path in paths.items()
-        if path is not None)]
+        f"--tls-{field}={os.path.abspath(os.fsdecode(path))}"
+        for field, path in paths.items() if path is not None)]
     return credentials
 
 

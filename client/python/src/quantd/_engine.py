@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
 import math
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
 import tempfile
-from typing import Any, Iterator, Optional, Sequence
+from typing import Any, Optional, Sequence
 
 import grpc
 
@@ -28,20 +30,36 @@ _VARIABLE = "QUANTD_QUANTCTL"
 _ERROR = re.compile(r"quantctl: ([A-Z][A-Z0-9_]*): (.*)")
 # Options that texts of quantctl name, and the arguments that say the same.
 _ARGUMENTS = {
-    "--activations": "activations", "--exclude": "exclude",
-    "--force": "overwrite=True", "--ignore": "ignore",
+    "--activations": "activations", "--all": "min_rank",
+    "--column-order": "column_order", "--damping": "damping",
+    "--exclude": "exclude", "--force": "overwrite=True", "--ignore": "ignore",
     "--importance": "importance", "--include": "include",
-    "--inputs": "inputs", "--inputs-map": "ModelRounding.inputs",
+    "--inputs": "inputs", "--inputs-map": "ModelRounding(inputs=...)",
     "--join": "join_model()", "--keep-going": "keep_going=True",
     "--kv-cache": "kv_cache", "--layout": "layout",
-    "--metadata": "metadata", "--min-rank": "min_rank", "--all": "min_rank=0",
+    "--max-bits-per-element": "max_bits_per_element",
+    "--max-bytes": "max_size_bytes", "--metadata": "gguf_metadata",
+    "--min-rank": "min_rank", "--min-sqnr": "min_sqnr_db",
     "--model": "model", "--nan-policy": "nan_policy",
-    "--no-store": "store=False", "--no-ties": "ties=False", "--part": "part",
+    "--no-store": "store=False", "--no-ties": "ties=False",
+    "--output-weights": "weights", "--part": "part",
     "--requantize": "requantize=True", "--restart": "restart=True",
+    "--retries": "max_retries", "--retry-for": "retry_for",
     "--revision": "revision", "--rounding": "rounding", "--scheme": "scheme",
-    "--server": "target", "--spec": "specs", "--store": "store=True",
-    "--streams": "streams", "--tie": "ties", "--timeout": "timeout"}
-_OPTION = re.compile(r"(?<![\w/.-])--[a-z]+(?:-[a-z]+)*(?![\w.-])")
+    "--server": "the target of the client", "--spec": "specs",
+    "--store": "store=True", "--streams": "streams", "--tie": "ties",
+    "--timeout": "timeout"}
+# Commands of quantctl stay what they are.
+_WORDS = re.compile(r"`[^`]*`|quantctl [a-z]+ (?:[a-z]+ )*--?[a-z-]+[^;,.]*|"
+                    r"(?<![\w/.-])--[a-z]+(?:-[a-z]+)*(?![\w.-])")
+# What is of no use to who did not call quantctl himself.
+_ASIDES = re.compile(r" Run quantctl .*? --help for more information\.|"
+                     r"; --json has them all|^warning: ")
+# A server that nobody calls.
+_NOBODY = ["--server=unix:/dev/null", "--retry-for=0"]
+_MOST_SECONDS = 1e9
+_STOP_S = 15
+_POLL_MS = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +75,10 @@ class Access:
         """Options of quantctl. Raises: ARGUMENT_INVALID."""
         options = self.options
         flags = [f"--server={options.target}",
-                 f"--timeout={options.timeout:.9f}",
-                 f"--retry-for={options.retry_for:.9f}"]
-        if options.max_retries != math.inf:
-            flags.append(f"--retries={options.max_retries:.0f}")
+                 f"--timeout={min(options.timeout, _MOST_SECONDS):.9f}",
+                 f"--retry-for={min(options.retry_for, _MOST_SECONDS):.9f}"]
+        if options.max_retries < 1 << 31:
+            flags.append(f"--retries={math.floor(options.max_retries)}")
         if self.balance:
             flags.append("--balance")
         if self.token_file is not None:
@@ -76,19 +94,43 @@ class Texts(contextlib.ExitStack):
     def __init__(self) -> None:
         super().__init__()
         self.descriptors: list[int] = []
+        # Arguments by path.
+        self._names: dict[str, str] = {}
 
-    def add(self, content: bytes) -> str:
-        """Path of a file with that content, in the process of quantctl."""
-        file = self.enter_context(tempfile.TemporaryFile())
-        file.write(content)
-        file.flush()
-        self.descriptors.append(file.fileno())
-        return f"/dev/fd/{file.fileno()}"
+    def add(self, content: bytes, name: str) -> str:
+        """Path of a file with that content, in the process of quantctl. name:
+        of the argument that has it."""
+        file = tempfile.TemporaryFile()
+        with file:
+            file.write(content)
+            file.flush()
+            descriptor = _above_standard(file.fileno())
+        self.callback(os.close, descriptor)
+        self.descriptors.append(descriptor)
+        path = f"/dev/fd/{descriptor}"
+        self._names[path] = name
+        return path
+
+    def named(self, text: str) -> str:
+        """A text of quantctl with arguments in place of files and options."""
+        for path, name in self._names.items():
+            text = re.sub(rf"{path}(?!\d)", name, text)
+        return _ASIDES.sub("", _WORDS.sub(
+            lambda match: _ARGUMENTS.get(match[0], match[0]), text))
+
+    def error_of(self, document: dict[str, str]) -> errors.QuantdError:
+        """The error of a tensor or a command in a document."""
+        return errors.QuantdError(
+            getattr(grpc.StatusCode, document["code"], grpc.StatusCode.UNKNOWN),
+            document["reason"], self.named(document["message"]))
 
 
-def path_of(name: Any) -> str:
-    """A path that quantctl does not take for an option or a pipe."""
-    path: str = os.fspath(name)
+def path_of(name: Any, field: str) -> str:
+    """A path that quantctl does not take for an option or a pipe. Raises:
+    ARGUMENT_INVALID."""
+    path: str = os.fsdecode(name)
+    if not path:
+        raise errors.argument_invalid("expected a path, got none", field)
     return f"./{path}" if path.startswith("-") else path
 
 
@@ -97,20 +139,28 @@ def run(access: Optional[Access], command: Sequence[str], texts: Texts,
     """Runs a command of quantctl. Returns the document that it prints, and what
     it tells people on stderr.
 
-    access: None for a command that calls no server.
+    access: None for a command that need not call a server.
 
-    Raises: the error that ended it; ENGINE_MISSING. Ctrl-C ends it first.
+    Raises: the error that ended it; ENGINE_MISSING, ENGINE_ENDED. Ctrl-C ends
+        it first.
     """
     engine = _find()
-    read, write = os.pipe()
+    words = ["--json", "--quiet",
+             *(_NOBODY if access is None else access.flags()), *command]
+    if any("\0" in word for word in words):
+        raise errors.argument_invalid(
+            "expected paths, names and patterns without NUL")
     with contextlib.ExitStack() as files:
-        steps = files.enter_context(os.fdopen(read, "rb"))
+        read, write = _pipe()
+        steps = files.enter_context(os.fdopen(read, "rb", 0))
         out = files.enter_context(tempfile.TemporaryFile())
         told = files.enter_context(tempfile.TemporaryFile())
+        words.insert(0, f"--progress-fd={write}")
+        arguments = texts.add(
+            b"".join(os.fsencode(word) + b"\0" for word in words), "arguments")
         try:
             process = subprocess.Popen(  # pylint: disable=consider-using-with
-                [engine, "--json", "--quiet", f"--progress-fd={write}",
-                 *(access.flags() if access is not None else ()), *command],
+                [engine, "--arguments", arguments],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=told,
                 pass_fds=(write, *texts.descriptors),
                 # What counts is what the client was told.
@@ -121,69 +171,111 @@ def run(access: Optional[Access], command: Sequence[str], texts: Texts,
         finally:
             os.close(write)
         try:
-            _show(steps, wanted, command[0])
+            _show(steps, process, wanted, command[0])
             code = process.wait()
         except BaseException:
-            process.send_signal(signal.SIGINT)
-            process.wait()
+            _stop(process, steps)
             raise
         out.seek(0)
         told.seek(0)
-        lines = told.read().decode("utf-8", "replace").splitlines()
+        lines = [texts.named(line) for line in
+                 told.read().decode("utf-8", "replace").splitlines()]
         try:
             document = json.loads(out.read())
         except ValueError:
             document = None
-    lines = [_argument_names(line) for line in lines]
-    if document is None:
+    if document is None or (code not in (0, 1) and "error" not in document):
         raise _ended(code, lines)
-    if "error" in document:
-        raise error_of(document["error"])
-    return document, [line.partition("quantctl: ")[2] or line
-                      for line in lines]
+    if "error" not in document:
+        return document, [_without_name(line) for line in lines]
+    found = texts.error_of(document["error"])
+    if access is None and found.reason == "SERVER_UNREACHABLE":
+        raise errors.argument_invalid(
+            "expected a client, as something stored is read or published",
+            "client")
+    raise found
 
 
-def error_of(document: dict[str, str]) -> errors.QuantdError:
-    """The error of a tensor or a command in a document."""
-    return errors.QuantdError(
-        getattr(grpc.StatusCode, document["code"], grpc.StatusCode.UNKNOWN),
-        document["reason"], _argument_names(document["message"]))
+def _stop(process: subprocess.Popen[bytes], steps: Any) -> None:
+    # It would wait for somebody who reads them.
+    steps.close()
+    # SIGINT may be ignored, as in what a shell runs in the background.
+    process.terminate()
+    try:
+        process.wait(_STOP_S)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
 
 
-def _show(steps: Iterator[bytes], wanted: ProgressLike, what: str) -> None:
-    """Shows the progress until the process closes the pipe."""
-    done, shown = 0, None
+def _above_standard(descriptor: int) -> int:
+    """Another descriptor for the same file. A daemon may have closed stdin,
+    stdout and stderr, whose numbers the process of quantctl takes."""
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
+def _pipe() -> tuple[int, int]:
+    read, write = os.pipe()
+    try:
+        return _above_standard(read), _above_standard(write)
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def _show(steps: Any, process: subprocess.Popen[bytes], wanted: ProgressLike,
+          what: str) -> None:
+    """Shows the progress until the process ends. A process that was forked off
+    this one meanwhile may hold the pipe open for longer."""
+    done, rest = 0, b""
+    shown: Optional[Progress] = None
+    # select() takes no descriptors above 1023.
+    poll = select.poll()
+    poll.register(steps, select.POLLIN)
     with contextlib.ExitStack() as stack:
-        for line in steps:
-            step = json.loads(line)
-            if shown is None:
-                shown = stack.enter_context(
-                    Progress(wanted, what, step["total_bytes"]))
-            if step["done_bytes"] > done:
-                shown.add(step["done_bytes"] - done)
-                done = step["done_bytes"]
+        has_ended = False
+        while True:
+            if not poll.poll(0 if has_ended else _POLL_MS):
+                if has_ended:
+                    return
+                has_ended = process.poll() is not None
+                continue
+            data = steps.read(1 << 16)
+            if not data:
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                step = json.loads(line)
+                if shown is None:
+                    shown = stack.enter_context(
+                        Progress(wanted, what, step["total_bytes"]))
+                if step["done_bytes"] > done:
+                    shown.add(step["done_bytes"] - done)
+                    done = step["done_bytes"]
+
+
+def _without_name(line: str) -> str:
+    return _ASIDES.sub("", line.partition("quantctl: ")[2] or line)
 
 
 def _ended(code: int, lines: Sequence[str]) -> errors.QuantdError:
-    """Why quantctl ended without a document."""
+    """Why quantctl ended without a document, or in spite of it."""
     found = [match for match in map(_ERROR.match, lines) if match]
     if found:
-        # A file that was cut short while quantctl read it.
+        # A file that was cut short or changed while quantctl read it.
         return errors.QuantdError(grpc.StatusCode.ABORTED, found[-1][1],
                                   found[-1][2])
-    text = " ".join(line.partition("quantctl: ")[2] or line for line in lines)
+    text = " ".join(map(_without_name, lines))
+    if "there is no option --arguments" in text:
+        return _missing(f"it is of another state of quantd ({text})")
     if code == 2:
         return errors.argument_invalid(text)
-    how = (f"was ended by {signal.Signals(-code).name}" if code < 0 else
+    how = (f"was ended by {signal.strsignal(-code)}" if code < 0 else
            f"ended with exit code {code}")
     return errors.QuantdError(
         grpc.StatusCode.CANCELLED if code < 0 else grpc.StatusCode.INTERNAL,
         "ENGINE_ENDED", f"quantctl {how}{': ' if text else ''}{text}")
-
-
-def _argument_names(text: str) -> str:
-    return _OPTION.sub(
-        lambda match: _ARGUMENTS.get(match[0], match[0]), text)
 
 
 def _find() -> str:

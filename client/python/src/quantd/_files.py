@@ -31,7 +31,6 @@ _OTHER_EXTENSIONS = (".npy", ".npz", ".gguf", ".onnx", ".pt", ".pth", ".bin",
 _METADATA = "__metadata__"
 _MOST_HEADER_BYTES = 100_000_000
 _COPY_BYTES = 1 << 24
-# Stands for the hexadecimal digits of a checksum, until it is known.
 # Bytes of what comes before the data of GGUF that are read at a time.
 _WINDOW_BYTES = 1 << 16
 _MOST_NAMES = 100

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, Callable, Mapping, Optional, Sequence
-
-import numpy as np
+from typing import Any, Mapping, Optional, Sequence
 
 from quantd import _files, _scale_stream, errors
 from quantd._files import FileTensor, SafetensorsWriter
 from quantd.encoding import OUTER_SCALE_TYPES, Encoding, scales_of
 from quantd.results import QuantizedTensor, QuantizeSummary
-from quantd.tensor import (ELEMENT_DTYPES, FORMATS, Array, TensorName,
-                           format_info, format_options)
+from quantd.tensor import (ELEMENT_DTYPES, Array, TensorName, format_info,
+                           format_options)
 from quantd.v1 import encoding_pb2 as pb
 
 KEY_PREFIX = "quantd."

@@ -21,12 +21,10 @@ class MixtureUnits:
     first tensor."""
 
     def __init__(self, measured: Mapping[str, Sequence[Measured]],
-                 groups: Iterable[Iterable[str]],
-                 weights: Optional[Mapping[str, float]] = None) -> None:
+                 groups: Iterable[Iterable[str]]) -> None:
         """measured: by tensor, each spec in order. groups: those that have a
-        tensor in common are one. weights: of the tensors' noise."""
+        tensor in common are one."""
         self._measured = measured
-        self._weights = weights
         unit_of: dict[str, list[str]] = {}
         for group in groups:
             whole = list(dict.fromkeys(
@@ -43,7 +41,7 @@ class MixtureUnits:
     def options(self, is_least: bool) -> dict[str, list[MixtureOption]]:
         """The specs that succeeded on all tensors of a unit; of units without
         one nothing. is_least: each tensor has to reach an SQNR by itself, so
-        that the worst counts, and no weights."""
+        that the worst counts."""
         found = {first: [self._option(unit, index, is_least)
                          for index in range(len(self._measured[first]))
                          if all(self._measured[name][index] is not None
@@ -55,7 +53,7 @@ class MixtureUnits:
         """Mixture of all tensors, from that of the units."""
         choices = {name: index for first, index in mixture.choices.items()
                    for name in self._units[first]}
-        if self._weights is None and len(choices) == len(mixture.choices):
+        if len(choices) == len(mixture.choices):
             return mixture
         largest = max(self._noise(*choice) for choice in choices.items())
         return dataclasses.replace(
@@ -72,10 +70,8 @@ class MixtureUnits:
             else self._total(choices))
 
     def _total(self, choices: Mapping[str, int]) -> float:
-        return math.fsum(
-            self._noise(name, index) * (
-                1 if self._weights is None else self._weights[name])
-            for name, index in choices.items())
+        return math.fsum(self._noise(name, index)
+                         for name, index in choices.items())
 
     def _noise(self, name: str, index: int) -> float:
         return self._of(name, index)[1]

@@ -18,7 +18,6 @@ from quantd import _arrays, _globs, _sharding, errors, results
 from quantd._exchange import (CalibrateExchange, CompareExchange,
                               DequantizeExchange, EvaluateExchange,
                               QuantizeExchange)
-from quantd._files import FileTensor
 from quantd._mixture import NO_MIXTURE, Measured, MixtureUnits
 from quantd._scale_stream import ScaleFeed, join_chunks, wants_chunks
 from quantd._statistics_size import StatisticsSize
@@ -1176,12 +1175,8 @@ class SweepChoice:
                         candidate.size_bytes,
                         math.pow(10, -candidate.prediction.sqnr_db / 10))
             measured[tensor.name.tensor] = found
-        # All are matrices here, as what runtimes fuse is; statistics tell no
-        # shape.
-        groups = ties.of_tensors([FileTensor(name, "F32", (1, 1), None)
-                                  for name in measured])
-        self._units = MixtureUnits(measured, (
-            [tensor.name for tensor in group.tensors] for group in groups))
+        # What runtimes fuse are matrices; statistics tell no shape.
+        self._units = MixtureUnits(measured, ties.of_names(list(measured)))
         options = self._units.options(targets[0].HasField("min_sqnr_db"))
         # Request of ChooseMixture; None where there is nothing to choose.
         self.request: Optional[es.ChooseMixtureRequest] = None

@@ -7,8 +7,7 @@ from typing import Sequence
 
 from quantd import errors
 from quantd._scale_stream import counts
-from quantd._specs import block_size_of
-from quantd.encoding import Granularity
+from quantd.encoding import Granularity, block_size_of
 
 _HARMLESS_BYTES = 16 << 20
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

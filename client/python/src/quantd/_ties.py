@@ -2,21 +2,15 @@
 of one of them for all. As client/models/tie_groups.h."""
 
 import dataclasses
-import math
 import re
-import threading
 from typing import Any, Iterable, Optional, Sequence, Union
 
 import grpc
 
 from quantd import errors
-from quantd._files import FileTensor
-from quantd._scale_stream import (block_size_of, counts, largest_magnitudes,
-                                  outer_count, scale_type_of)
-from quantd._specs import Template
-from quantd.encoding import OUTER_SCALE_TYPES, EncodingSpec
-from quantd.tensor import FORMATS, format_options
-from quantd.v1 import encoding_pb2
+from quantd._scale_stream import scale_type_of
+from quantd.encoding import OUTER_SCALE_TYPES
+from quantd.tensor import FORMATS
 
 # True: what runtimes fuse, by the usual names; False: none; patterns, such as
 # "{layer}.self_attn.{q,k,v}_proj.weight", come before those of True.
@@ -84,40 +78,6 @@ class Pattern:
 
 def _error(text: str, what: str) -> errors.QuantdError:
     return errors.argument_invalid(f"tie {text!r}: expected {what}", "ties")
-
-
-@dataclasses.dataclass(eq=False)
-class Group:
-    """Tensors that share their outer scale, or their only one. If not
-    shares_scale, they have one spec, and scales of their own."""
-
-    label: str
-    tensors: list[FileTensor]
-    shares_scale: bool = True
-    _maximum: Optional[float] = None
-    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-
-    def tie(self, spec: EncodingSpec
-            ) -> tuple[EncodingSpec, Optional[list[float]]]:
-        """Tying that makes a tensor of the group share the scale: its spec, and
-        the outer maximum that goes with it."""
-        maximum = self.maximum()
-        if scale_type_of(spec.to_proto()) in OUTER_SCALE_TYPES:
-            return spec, [maximum]
-        if maximum > 0:
-            spec = dataclasses.replace(spec, method="fixed_range",
-                                       range=(-maximum, maximum))
-        return spec, None
-
-    def maximum(self) -> float:
-        """The largest finite magnitude of all; the first call reads them."""
-        with self._lock:
-            if self._maximum is None:
-                self._maximum = max(
-                    largest_magnitudes(tensor.element_type or "",
-                                       tensor.bytes())[0]
-                    for tensor in self.tensors)
-            return self._maximum
 
 
 @dataclasses.dataclass
@@ -208,67 +168,25 @@ class Ties:
                     [candidates[member][0] for member in members], is_given))
         return groups
 
-    def of_tensors(self, tensors: Sequence[FileTensor]) -> list[Group]:
-        """The groups of two or more among tensors, whatever becomes of them.
-        With the defaults, groups that share no scale follow: the matrices of
-        all experts of a layer, which runtimes take as one module.
+    def of_names(self, names: Sequence[str]) -> list[list[str]]:
+        """The groups of two or more among names of matrices, whatever becomes
+        of them. With the defaults, groups that share no scale follow: the
+        matrices of all experts of a layer, which runtimes take as one module.
 
         Raises: ARGUMENT_INVALID for a given pattern that ties none.
         """
-        groups = [Group(label, [tensors[member] for member in members])
-                  for _, label, members in self._groups(
-                      [tensor.name for tensor in tensors])]
-        layers: dict[str, list[FileTensor]] = {}
-        for tensor in tensors if self._has_defaults else ():
-            match = _EXPERTS.fullmatch(tensor.name)
-            if match is not None and len(tensor.shape) >= 2:
-                layers.setdefault(match.group(1), []).append(tensor)
-        return groups + [Group(label + ".*", members, shares_scale=False)
-                         for label, members in layers.items()
+        groups = [[names[member] for member in members]
+                  for _, _, members in self._groups(names)]
+        layers: dict[str, list[str]] = {}
+        for name in names if self._has_defaults else ():
+            match = _EXPERTS.fullmatch(name)
+            if match is not None:
+                layers.setdefault(match.group(1), []).append(name)
+        return groups + [members for members in layers.values()
                          if len(members) > 1]
-
-
-def can_share(group: Group, template: Template) -> bool:
-    """True if the tensors of a group can share a scale of a spec."""
-    if not group.shares_scale:
-        return False
-    try:
-        return not _obstacle([(tensor, template.of(tensor.shape))
-                              for tensor in group.tensors])
-    except errors.QuantdError:
-        return False
-
-
-def _can_share(spec: Any, shape: Sequence[int]) -> bool:
-    """True if tensors of this spec and shape can share a scale: the outer one,
-    or that of floats from the extremes."""
-    if scale_type_of(spec) in OUTER_SCALE_TYPES:
-        return outer_count(spec, shape) == 1
-    # A block that happens to be the whole tensor is not meant to be that.
-    return (format_options(FORMATS.name(spec.format)).kind ==
-            encoding_pb2.CODE_KIND_FLOAT and
-            not any(spec.block_size) and not spec.HasField("granularity") and
-            spec.method <= encoding_pb2.CALIBRATION_METHOD_MIN_MAX and
-            math.prod(counts(shape, block_size_of(spec, shape))) == 1)
 
 
 def _different_specs(name: str, spec: Any, other: str, other_spec: Any) -> str:
     return (f"one spec for all, got different ones for {name!r} "
             f"({FORMATS.name(spec.format)}) and {other!r} "
             f"({FORMATS.name(other_spec.format)})")
-
-
-def _obstacle(members: Sequence[tuple[FileTensor, Any]]) -> str:
-    """Text of what is wrong with a group that cannot share a scale."""
-    first, spec = members[0]
-    text = spec.SerializeToString(deterministic=True)
-    for tensor, other in members:
-        if other.SerializeToString(deterministic=True) != text:
-            return _different_specs(first.name, spec, tensor.name, other)
-        if tensor.element_type == "float64":
-            return f"F32, F16 or BF16, got F64 for {tensor.name!r}"
-        if not _can_share(other, tensor.shape):
-            return ("a spec with one outer scale, such as nvfp4, or with one "
-                    "scale from the extremes, such as float8_e4m3fn, got "
-                    f"{FORMATS.name(other.format)} for {tensor.name!r}")
-    return ""

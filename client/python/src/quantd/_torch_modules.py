@@ -21,8 +21,7 @@ from quantd._torch_blocks import (LaidOut, keeping_types, plain_block_size,
 from quantd._values import (coarse_scale_count, infinities_text,
                             warn_of_coarse_scales, warn_of_not_finite)
 from quantd.client import Client
-from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
-                             Source)
+from quantd.encoding import EncodingReference, EncodingSpec, Source
 from quantd.results import QuantizedTensor, QuantizeSummary
 
 # Elements that are compared at a time.

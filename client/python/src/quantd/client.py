@@ -27,7 +27,7 @@ from quantd._requests import (HEALTH_METHOD, Attempts, CalibrateJob, Calls,
                               SpecLike)
 from quantd._retries import Retries
 from quantd._shared_memory import SharedMemory
-from quantd._stream import Options, RetryingStream
+from quantd._stream import RetryingStream
 from quantd._ties import Ties, TiesLike
 from quantd.encoding import Encoding, EncodingReference, Source
 from quantd.tensor import (Array, NameLike, Slice, TensorName, as_name,
@@ -169,7 +169,9 @@ class Client:
                 f"expected a target unix:PATH, got {target!r}",
                 "shared_memory")
         token = _credentials.token_of(token_file, target, credentials)
-        self._access = Access(self._options, credentials, token_file, balance)
+        self._access = Access(
+            self._options, credentials, None if token_file is None else
+            os.path.abspath(os.fsdecode(token_file)), balance)
         arguments = _channel.channel_arguments(self._options, balance,
                                                channel_options)
         _channel.check_process()

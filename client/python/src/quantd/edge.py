@@ -21,8 +21,8 @@ import numpy as np
 from quantd import _arrays, _sharding, errors
 from quantd._edge_numpy import NumpyKernels
 from quantd._scale_stream import counts
-from quantd._specs import block_size_of
-from quantd.encoding import GranularityLike, as_granularity
+from quantd.encoding import (GranularityLike, as_granularity,
+                             block_size_of)
 from quantd.tensor import Array, Slice
 from quantd.v1 import statistics_pb2
 

@@ -81,6 +81,30 @@ def as_granularity(granularity: GranularityLike) -> Granularity:
             f"{granularity!r}") from error
 
 
+def block_size_of(granularity: Granularity, shape: Sequence[int]
+                  ) -> tuple[int, ...]:
+    """Block size of a tensor; empty for one scale, and for what the format has.
+    Raises: ARGUMENT_INVALID."""
+    rank = len(shape)
+    if granularity.kind in ("per_channel", "group") and rank >= 2:
+        axis = granularity.axis + (rank if granularity.axis < 0 else 0)
+        if not 0 <= axis < rank:
+            raise errors.argument_invalid(
+                f"expected an axis below the rank {rank}, got "
+                f"{granularity.axis}")
+        is_group = granularity.kind == "group"
+        sizes = [1 if is_group else 0] * rank
+        sizes[axis] = granularity.group_size if is_group else 1
+        return tuple(sizes)
+    if granularity.kind == "blocks":
+        if len(granularity.block_size) != rank:
+            raise errors.argument_invalid(
+                f"expected a tensor of rank {len(granularity.block_size)} for "
+                f"the block size, got rank {rank}")
+        return tuple(granularity.block_size)
+    return ()
+
+
 def set_granularity(granularity: Granularity, message: Any,
                     rank: Optional[int], has_blocks: bool = False) -> None:
     """Fills block_size or granularity of an EncodingSpec or a Contribution.
@@ -338,7 +362,8 @@ def _parse_part(word: str, parameter: str) -> dict[str, object]:
     except errors.QuantdError:
         raise ValueError(
             "expected a granularity (per-tensor, per-channel, per-channel:AXIS,"
-            f" group:N, group:N:AXIS), a symmetry ({', '.join(_SYMMETRY_WORDS)}), a method "
+            " group:N, group:N:AXIS), a symmetry "
+            f"({', '.join(_SYMMETRY_WORDS)}), a method "
             f"({', '.join(_METHOD_WORDS)}) or an option (power-of-two, "
             "no-saturation, real-zero-point, scale=TYPE, rule=RULE, block=N,N, "
             "tail=SIDE, steps=N, bins=N, entries=N,N, mantissa-bits=N, "

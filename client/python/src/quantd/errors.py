@@ -80,7 +80,8 @@ class QuantdError(Exception):
         those of the server are listed in proto/; those of the client are
         ARGUMENT_INVALID, SERVER_UNREACHABLE, TIMEOUT, RESPONSE_MALFORMED,
         CHECKSUM_MISMATCH, SHARED_MEMORY_UNAVAILABLE, CLIENT_CLOSED,
-        PROCESS_FORKED, EXPORT_EMPTY, STATE_MISMATCH, and FILE_... of files.
+        PROCESS_FORKED, EXPORT_EMPTY, STATE_MISMATCH, ENGINE_MISSING,
+        ENGINE_ENDED, and FILE_... of files.
         Empty where gRPC itself gives none.
     message: for people.
     field: path of the request field or the argument at fault, or empty.
@@ -114,12 +115,6 @@ def _printable(text: str) -> str:
     """Text of a server made safe for a terminal: control characters become
     \\xNN or \\uNNNN."""
     return _CONTROLS.sub(lambda match: ascii(match.group())[1:-1], text)
-
-
-def ends_all(error: QuantdError) -> bool:
-    """True if the error of one tensor is one of all that would follow."""
-    return error.code == grpc.StatusCode.UNAVAILABLE or (
-        error.reason in ("TIMEOUT", "CLIENT_CLOSED"))
 
 
 def argument_invalid(message: str, field: str = "") -> QuantdError:

@@ -14,7 +14,6 @@ from quantd import (_arrays, _checkpoint, _compressed, _files, _gguf_output,
 from quantd._files import FileTensor
 from quantd._input_squares import InputSquares
 from quantd._llama_names import llama_name
-from quantd._plain import wrong_codes
 from quantd.results import QuantizedTensor
 from quantd.tensor import Array, naming
 
@@ -90,14 +89,14 @@ class TensorFile(Mapping[str, FileValue]):
             self._model = _compressed.Model(folder, self._tensors,
                                             self.metadata)
             self._parts = self._model.names()
-            self._errors = wrong_codes(path, self._tensors, {
+            self._errors = _checkpoint.wrong_codes(path, self._tensors, {
                 part for parts in self._parts.values() for part in parts})
         elif not self._parts and not path.endswith((".npy", ".gguf")):
             coded, self._errors = _checkpoint.read_each(path, self._tensors)
             if coded:
                 _checkpoint.warn_of_notes(path, coded, 3)
                 self._tensors = _checkpoint.decoded(self._tensors, coded)
-            self._errors = {**wrong_codes(path, self._tensors, ()),
+            self._errors = {**_checkpoint.wrong_codes(path, self._tensors, ()),
                             **self._errors}
         hidden = {part for parts in self._parts.values() for part in parts}
         owners = {part: name for name, parts in self._parts.items()

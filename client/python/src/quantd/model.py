@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import warnings
-from typing import Any, Iterable, Mapping, Optional, Sequence, Union
+from typing import Any, Iterable, Mapping, Optional, Union
 
-from quantd import _engine, errors, imatrix
-from quantd._engine_flags import input_flags, spec_flags, tie_flags
+from quantd import _engine, errors
+from quantd._engine_flags import (SpecsLike, importance_flags, input_flags,
+                                  part_text, spec_flags, tie_flags)
 from quantd._input_squares import InputSquares
 from quantd._model_importance import InputsLike
 from quantd._model_rounding import ModelRounding
 from quantd._progress import ProgressLike
-from quantd._specs import SpecsLike
 from quantd._tables import ResultList, Tabular
 from quantd._ties import TiesLike
 from quantd.client import Client
@@ -35,6 +36,7 @@ class ModelTensor(Tabular):
         where it is not quantized.
     output_noise: what compensated rounding makes of that output.
     importance: whether it weighed the errors in the search for scales.
+    coarse_scale_count: float16 scales below 2^-20, where it has few numbers.
     """
 
     name: str
@@ -52,6 +54,7 @@ class ModelTensor(Tabular):
     rounding: Optional[str] = None
     output_noise: Optional[OutputNoise] = None
     importance: bool = False
+    coarse_scale_count: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,7 +75,7 @@ class QuantizedModel(Tabular):
 def quantize_model(
         source: Path, target: Path, specs: Optional[SpecsLike] = None, *,
         client: Client, model: str = "", revision: str = "main",
-        store: bool = False, include: Iterable[str] = (),
+        store: Optional[bool] = None, include: Iterable[str] = (),
         exclude: Iterable[str] = (), min_rank: int = 2,
         nan_policy: Optional[str] = None, keep_going: bool = False,
         overwrite: bool = False, restart: bool = False,
@@ -82,8 +85,8 @@ def quantize_model(
         rounding: Optional[ModelRounding] = None, inputs: InputsLike = None,
         importance: Optional[Mapping[str, InputSquares]] = None,
         layout: str = "", scheme: str = "", activations: str = "",
-        kv_cache: str = "", ignore: Optional[Iterable[str]] = None
-        ) -> QuantizedModel:
+        kv_cache: str = "", ignore: Optional[Iterable[str]] = None,
+        gguf_metadata: Optional[Path] = None) -> QuantizedModel:
     """Quantizes the tensors of a file or of the folder of a model, and copies
     the others:
 
@@ -108,12 +111,11 @@ def quantize_model(
         the scheme says, or "int8".
     client: its server, TLS, token and times count; credentials are those of
         tls_credentials(). Its channel_options do not.
-    store: keep the encodings in the store, under `model` and `revision`, which
-        are otherwise of use with importance and activations alone. The default
-        of the model is the name of the source. Readers of the revision see
-        those that were there before until all files are written, and then all
-        new ones: meanwhile these are in a draft, see "Drafts" in
-        client/README.md. Encodings of other tensors stay.
+    store: keep the encodings in the store, under `model` and `revision`. None:
+        where there is a model, whose default is the name of the source. Readers
+        of the revision see those that were there before until all files are
+        written, and then all new ones: meanwhile these are in a draft, see
+        "Drafts" in client/README.md. Encodings of other tensors stay.
     include, exclude: patterns of names; min_rank: see Client.quantize_many.
     keep_going: write the target even if tensors fail, with these as they were.
     overwrite: replace a file, or the files of other runs in a folder.
@@ -134,7 +136,8 @@ def quantize_model(
         ModelTensor says which.
     inputs: the model whose stored statistics have the moments or the Gram
         matrices of layers' inputs, for specs with importance, or a
-        ModelRounding that says which; default that of `rounding`, or `model`.
+        ModelRounding that says which; without rounding, which says it too.
+        Default `model`.
     importance: an importance matrix of llama.cpp as imatrix.load() gives it, by
         names of weights or llama.cpp's names for them: how much errors in each
         column count for specs with mse, sqnr or best-of. Tensors for which
@@ -147,10 +150,13 @@ def quantize_model(
         cache of keys and values, in compressed-tensors.
     ignore: patterns of modules that a compressed-tensors model leaves as they
         are, in place of the default.
+    gguf_metadata: GGUF file whose metadata a .gguf target gets; default those
+        of the source.
 
-    What the target may lack is warned of: NaN and infinities, coarse scales,
-    one scale in the place of groups, what a runtime does not take.
-    nan_policy="reject" refuses tensors with NaN or infinities.
+    Warns of what the target may lack: of NaN and infinities, coarse scales, one
+    scale in the place of groups, what a runtime does not take, and of what was
+    asked for and copied. nan_policy="reject" refuses tensors with NaN or
+    infinities. Errors have no field.
 
     Only the tensors under way are in memory: a model may be larger than that.
 
@@ -161,23 +167,13 @@ def quantize_model(
         FILE_CHANGED for a source that is changed or cut short while it is read;
         ENGINE_MISSING without quantctl, ENGINE_ENDED where something ended it.
     """
-    flags = [f"--streams={streams}"]
-    if part is not None:
-        flags.append("--part=" + (part if isinstance(part, str) else
-                                  "/".join(map(str, part))))
-    flags += [flag for flag, is_set in (
-        ("--keep-going", keep_going), ("--restart", restart)) if is_set]
-    return _quantize(
-        source, target, specs, client, model, revision, store, include, exclude,
-        min_rank, nan_policy, overwrite, requantize, ties, rounding, inputs,
-        importance, layout, scheme, activations, kv_cache, ignore, flags,
-        part is None, progress)
+    return _quantize(joins=False, **locals())
 
 
 def join_model(
         source: Path, target: Path, specs: Optional[SpecsLike] = None, *,
         client: Optional[Client] = None, model: str = "",
-        revision: str = "main", store: bool = False,
+        revision: str = "main", store: Optional[bool] = None,
         include: Iterable[str] = (), exclude: Iterable[str] = (),
         min_rank: int = 2, nan_policy: Optional[str] = None,
         overwrite: bool = False, requantize: bool = False,
@@ -185,103 +181,88 @@ def join_model(
         rounding: Optional[ModelRounding] = None, inputs: InputsLike = None,
         importance: Optional[Mapping[str, InputSquares]] = None,
         layout: str = "", scheme: str = "", activations: str = "",
-        kv_cache: str = "", ignore: Optional[Iterable[str]] = None
-        ) -> QuantizedModel:
+        kv_cache: str = "", ignore: Optional[Iterable[str]] = None,
+        gguf_metadata: Optional[Path] = None) -> QuantizedModel:
     """Makes the target of the parts of quantize_model(), once all are done; the
     target is that of one run. The arguments are those of the parts.
 
     client: only with store, whose encodings it publishes, and where something
-        stored is read: with rounding, activations, kv_cache, and a spec that
-        has importance.
+        stored is read: with rounding, static activations, kv_cache, and a spec
+        that has importance.
 
     Raises: FILE_INCOMPLETE, with the parts that are missing; those of
         quantize_model().
     """
-    if client is None and (store or rounding is not None or
-                           _name_importance(specs)):
-        raise errors.argument_invalid(
-            "expected a client with store, rounding and importance", "client")
-    return _quantize(
-        source, target, specs, client, model, revision, store, include, exclude,
-        min_rank, nan_policy, overwrite, requantize, ties, rounding, inputs,
-        importance, layout, scheme, activations, kv_cache, ignore, ["--join"],
-        True, False)
-
-
-def _name_importance(specs: Optional[SpecsLike]) -> bool:
-    """True if a spec may take importance from stored statistics."""
-    if specs is None:
-        return False
-    some = specs.values() if isinstance(specs, Mapping) else (
-        specs if isinstance(specs, (list, tuple)) else [specs])
-    return any("importance" in spec or spec.startswith("@")
-               if isinstance(spec, str) else
-               getattr(spec, "importance", None) is not None for spec in some)
+    return _quantize(joins=True, **locals())
 
 
 def _quantize(
-        source: Path, target: Path, specs: Optional[SpecsLike],
-        client: Optional[Client], model: str, revision: str, store: bool,
-        include: Iterable[str], exclude: Iterable[str], min_rank: int,
-        nan_policy: Optional[str], overwrite: bool, requantize: bool,
-        ties: TiesLike, rounding: Optional[ModelRounding], inputs: InputsLike,
-        importance: Optional[Mapping[str, InputSquares]], layout: str,
-        scheme: str, activations: str, kv_cache: str,
-        ignore: Optional[Iterable[str]], more: Sequence[str], is_whole: bool,
-        progress: ProgressLike) -> QuantizedModel:
-    if (model or revision != "main") and not (
-            store or activations or kv_cache or scheme or
-            rounding is None and inputs is None and _name_importance(specs)):
+        *, joins: bool, source: Path, target: Path, specs: Optional[SpecsLike],
+        client: Optional[Client], model: str, revision: str,
+        store: Optional[bool], include: Iterable[str], exclude: Iterable[str],
+        min_rank: int, nan_policy: Optional[str], overwrite: bool,
+        requantize: bool, ties: TiesLike, rounding: Optional[ModelRounding],
+        inputs: InputsLike, importance: Optional[Mapping[str, InputSquares]],
+        layout: str, scheme: str, activations: str, kv_cache: str,
+        ignore: Optional[Iterable[str]], gguf_metadata: Optional[Path],
+        keep_going: bool = False, restart: bool = False, streams: int = 1,
+        part: Union[tuple[int, int], str, None] = None,
+        progress: ProgressLike = False) -> QuantizedModel:
+    if client is None and (bool(model) if store is None else store):
         raise errors.argument_invalid(
-            "expected store=True with a model or a revision, under which "
-            "nothing is kept otherwise", "store")
-    flags = [f"--output={_engine.path_of(target)}", f"--min-rank={min_rank}",
-             "--store" if store else "--no-store", *more]
+            "expected a client to keep encodings in the store", "client")
+    if revision not in ("", "main") and not model and not store:
+        raise errors.argument_invalid(
+            "expected a model or store=True with a revision", "revision")
+    flags = [f"--output={_engine.path_of(target, 'target')}",
+             f"--min-rank={min_rank}", f"--streams={streams}"]
     flags += [flag for flag, is_set in (
-        ("--force", overwrite), ("--requantize", requantize)) if is_set]
+        ("--store", store), ("--no-store", store is False), ("--join", joins),
+        ("--force", overwrite), ("--requantize", requantize),
+        ("--keep-going", keep_going), ("--restart", restart)) if is_set]
     flags += [f"--{name}={value}" for name, value in (
-        ("model", model), ("revision", revision if model or store else ""),
+        ("model", model), ("revision", revision), ("part", part_text(part)),
         ("nan-policy", (nan_policy or "").replace("_", "-")),
         ("layout", layout), ("scheme", scheme), ("activations", activations),
-        ("kv-cache", kv_cache)) if value]
+        ("kv-cache", kv_cache),
+        ("metadata", gguf_metadata and os.fsdecode(gguf_metadata))) if value]
     for name, patterns in (("include", include), ("exclude", exclude),
                            ("ignore", () if ignore is None else
                             list(ignore) or [""])):
         flags += [f"--{name}={pattern}" for pattern in patterns]
-    flags += tie_flags(ties)
+    flags += [*spec_flags(specs), *tie_flags(ties)]
     with _engine.Texts() as texts:
-        flags += spec_flags(specs, texts)
         flags += input_flags(rounding, inputs, texts)
-        if importance is not None:
-            flags.append(
-                f"--importance={texts.add(imatrix.to_bytes(importance))}")
+        flags += importance_flags(importance, texts)
         document, told = _engine.run(
             None if client is None else client.access(),
-            ["quantize", _engine.path_of(source), *flags], texts, progress)
-    tensors: ResultList[ModelTensor] = ResultList(
-        _tensor_of(tensor) for tensor in document["tensors"]
-        if tensor["result"] != "not written" or "error" in tensor)
+            ["quantize", _engine.path_of(source, "source"), *flags], texts,
+            progress)
+        tensors: ResultList[ModelTensor] = ResultList(
+            _tensor_of(tensor, texts) for tensor in document["tensors"]
+            if tensor["result"] != "not written" or "error" in tensor)
     failed = [tensor.error for tensor in tensors if tensor.error is not None]
     if failed and not document["written"]:
         raise _with_note(
             failed[0], f"; {len(failed)} of {len(document['tensors'])} tensors "
-            f"failed, so {os.fspath(target)} is not "
+            f"failed, so {os.fsdecode(target)} is not "
             f"{'complete' if os.path.isdir(source) else 'written'}; "
             "keep_going leaves such tensors as they are")
-    if is_whole and not failed and not any(
+    if part is None and not failed and not any(
             tensor.format for tensor in tensors):
         raise errors.argument_invalid(
-            f"nothing is quantized: {os.fspath(target)} has all tensors as "
+            f"nothing is quantized: {os.fsdecode(target)} has all tensors as "
             "they were", "specs")
     for text in told:
         warnings.warn(f"quantd: {text}", RuntimeWarning, stacklevel=3)
-    return QuantizedModel(os.fspath(target), tensors, document["file_bytes"],
-                          _left_out(os.fspath(source), os.fspath(target)))
+    return QuantizedModel(
+        os.fsdecode(target), tensors, document["file_bytes"],
+        _left_out(os.fsdecode(source), os.fsdecode(target)))
 
 
-def _tensor_of(document: dict[str, Any]) -> ModelTensor:
+def _tensor_of(document: dict[str, Any], texts: _engine.Texts) -> ModelTensor:
     error, noise = document.get("error"), document.get("output_noise")
-    failed = None if error is None else _engine.error_of(error)
+    failed = None if error is None else texts.error_of(error)
     if failed is not None:
         failed.name = TensorName(tensor=document["name"])
     return ModelTensor(
@@ -292,21 +273,24 @@ def _tensor_of(document: dict[str, Any]) -> ModelTensor:
         document.get("clipped_high_count", 0), document.get("nan_count", 0),
         document.get("infinity_count", 0), failed, document.get("rounding"),
         None if noise is None else OutputNoise(
+            math.inf if noise["noise_to_signal"] is None else
             noise["noise_to_signal"], noise["source"],
             noise["clipped_input_count"]),
-        document.get("importance", False))
+        document.get("importance", False),
+        document.get("coarse_scale_count", 0))
 
 
 def _left_out(source: str, target: str) -> tuple[str, ...]:
     if not os.path.isdir(source):
         return ()
     return tuple(sorted(
-        name for name in os.listdir(source) if not name.startswith(".") and
+        name for name in os.listdir(source)
+        if not name.startswith(".") and not name.endswith((
+            ".safetensors", ".safetensors.index.json")) and
         not os.path.lexists(os.path.join(target, name))))
 
 
 def _with_note(error: errors.QuantdError, note: str) -> errors.QuantdError:
-    told = errors.QuantdError(error.code, error.reason, error.message + note,
-                              field=error.field)
+    told = errors.QuantdError(error.code, error.reason, error.message + note)
     told.name = error.name
     return told
