@@ -12,8 +12,7 @@ from typing import Iterable, Optional, Sequence
 
 import numpy as np
 
-from quantd import _files, _gguf, _gguf_encoders, errors
-from quantd._values import warn_of_coarse_scales
+from quantd import _files, _gguf, errors
 from quantd.results import QuantizedTensor
 from quantd.tensor import Array, format_info, unpack
 
@@ -53,10 +52,8 @@ _NUMBERS = {kind.name: number for number, kind in _gguf.TYPES.items()}
 _NUMBERS_OF_PLAIN = {kind.dtype: number
                      for number, kind in _gguf.TYPES.items()
                      if kind.decode_blocks is None}
-# File types by the number of the tensors' type. Types without an encoding have
-# those of mixtures that have one type throughout.
-_FILE_TYPES = {**{_NUMBERS[row.type]: row.file_type for row in _ROWS},
-               _NUMBERS["q4_K"]: 14, _NUMBERS["q5_K"]: 16, _NUMBERS["q6_K"]: 18}
+# File types by the number of the tensors' type.
+_FILE_TYPES = {_NUMBERS[row.type]: row.file_type for row in _ROWS}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,51 +104,19 @@ def quantized_item(name: str, tensor: QuantizedTensor) -> GgufItem:
     elif zero_point.any():
         raise errors.argument_invalid(
             f"tensor {name!r}: {row.type} has no zero points")
-    parts += _gguf_encoders.packed_codes(values, info.bits)
+    parts += _packed_codes(values, info.bits)
     return GgufItem(name, _NUMBERS[row.type], tensor.shape,
                     np.concatenate(parts, axis=1))
 
 
-def blocks_item(path: str, name: str, kind: str, dtype: str, array: Array,
-                importance: Sequence[float] = ()) -> GgufItem:
-    """Blocks that are made of reals here. importance: of each column, or none.
-
-    Raises: ARGUMENT_INVALID; FILE_UNSUPPORTED for a name or a shape that the
-        file cannot have.
-    """
-    def refuse(what: str) -> errors.QuantdError:
-        return errors.argument_invalid(f"tensor {name!r}: {what}", "gguf_types")
-
-    encoder = _gguf_encoders.ENCODERS.get(kind)
-    if encoder is None:
-        raise refuse("expected one of " +
-                     ", ".join(_gguf_encoders.ENCODERS) + f", got {kind!r}")
-    if not array.shape or array.shape[-1] % encoder.block:
-        raise refuse(f"expected rows of whole blocks of {encoder.block} "
-                     f"elements, as {kind} has, got the shape {array.shape}")
-    if dtype not in _files.ELEMENT_TYPES:
-        raise refuse(f"expected reals, got {dtype}")
-    if importance and len(importance) != array.shape[-1]:
-        raise refuse(f"expected importance for {array.shape[-1]} columns, got "
-                     f"that of {len(importance)}")
-    if not all(0 <= weight < math.inf for weight in importance):
-        raise refuse("expected importance of finite numbers of at least 0")
-    _check(path, name, array.shape)
-    # float16 does not have the largest element, which some versions of numpy
-    # cast to the type of the array.
-    reals = ((array.astype(np.uint32) << 16).view(np.float32)
-             if dtype == "BF16" else array.astype(np.float32)
-             if dtype == "F16" else array)
-    # Written so that NaN fails.
-    if not (np.abs(reals) <= encoder.most_element).all():
-        raise refuse("expected finite elements of at most "
-                     f"{encoder.most_element:.0f} in magnitude, as "
-                     f"{kind} has")
-    reals = reals.astype(np.float32)
-    warn_of_coarse_scales(
-        name, _gguf_encoders.coarse_scale_count(reals, kind), 5)
-    return GgufItem(name, _NUMBERS[kind], array.shape, _gguf_encoders.encode(
-        reals, kind, importance))
+def _packed_codes(codes: Array, bits: int) -> list[Array]:
+    """Bytes of blocks of 32 codes of 4, 5 or 8 bits."""
+    if bits == 8:
+        return [codes]
+    high = [np.packbits(codes >> 4, axis=1, bitorder="little")]
+    half = _BLOCK // 2
+    return (high if bits == 5 else []) + [
+        codes[:, :half] & 15 | (codes[:, half:] & 15) << 4]
 
 
 def _row_of(tensor: QuantizedTensor) -> Optional[_Row]:

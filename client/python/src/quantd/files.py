@@ -201,9 +201,7 @@ def save(path: Path,
                         Iterable[tuple[str, FileValue]]], *,
          overwrite: bool = False, metadata: Optional[Mapping[str, str]] = None,
          element_types: Optional[Mapping[str, str]] = None,
-         gguf_metadata: Optional[Path] = None,
-         gguf_types: Optional[Mapping[str, str]] = None,
-         importance: Optional[Mapping[str, InputSquares]] = None) -> int:
+         gguf_metadata: Optional[Path] = None) -> int:
     """Writes a safetensors file as quantctl does, which appears complete or not
     at all; returns its size in bytes. A path that ends with .npy takes one
     plain tensor. One that ends with .gguf takes QuantizedTensors that have a
@@ -218,13 +216,6 @@ def save(path: Path,
         uint8. Those of load(), and uint8 that are not made of them, need none.
     gguf_metadata: of a .gguf file: another one, whose metadata it gets. Without
         metadata of a model llama.cpp does not load it.
-    gguf_types: of a .gguf file: "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_K",
-        "q5_K" or "q6_K", by the names of arrays and tensors of torch, for
-        blocks of these types: the bytes that quantctl makes. It takes up to two
-        seconds for a million elements; quantctl takes much less.
-    importance: of a .gguf file with gguf_types: how much errors in each column
-        count, as quantd.imatrix.load() gives it, by names of tensors or
-        llama.cpp's names for them; others are made without.
 
     Raises: FILE_EXISTS, FILE_UNWRITABLE, ARGUMENT_INVALID; FILE_UNSUPPORTED for
         what GGUF has no place for.
@@ -241,13 +232,11 @@ def save(path: Path,
                 "metadata")
         return _gguf_output.write(
             path, overwrite,
-            _gguf_items(path, pairs, types, dict(gguf_types or {}),
-                        importance or {}),
+            _gguf_items(path, pairs, types),
             None if gguf_metadata is None else os.fspath(gguf_metadata))
-    if gguf_metadata is not None or gguf_types or importance:
+    if gguf_metadata is not None:
         raise errors.argument_invalid(
-            "expected gguf_metadata, gguf_types and importance with a .gguf "
-            "file", "path")
+            "expected gguf_metadata with a .gguf file", "path")
     _check_metadata(metadata or {})
     _files.check_extension(path, "path")
     with _files.SafetensorsWriter(path, overwrite) as writer:
@@ -289,10 +278,7 @@ def _check_name(name: object) -> None:
 
 
 def _gguf_items(path: str, pairs: Iterable[tuple[str, FileValue]],
-                types: dict[str, str], blocks: dict[str, str],
-                importance: Mapping[str, InputSquares]
-                ) -> Iterator[_gguf_output.GgufItem]:
-    is_weighed = False
+                types: dict[str, str]) -> Iterator[_gguf_output.GgufItem]:
     for name, tensor in pairs:
         _check_name(name)
         if isinstance(tensor, QuantizedTensor):
@@ -300,23 +286,8 @@ def _gguf_items(path: str, pairs: Iterable[tuple[str, FileValue]],
             continue
         with naming(name):
             array, dtype = _plain_array(tensor, types.pop(name, None))
-        kind = blocks.pop(name, None)
-        squares = importance.get(name) or importance.get(llama_name(name))
-        is_weighed |= squares is not None and kind is not None
-        yield (_gguf_output.plain_item(path, name, dtype, array)
-               if kind is None else
-               _gguf_output.blocks_item(
-                   path, name, kind, dtype, array,
-                   squares.mean_squares() if squares else ()))
+        yield _gguf_output.plain_item(path, name, dtype, array)
     _check_types(types)
-    if blocks:
-        raise errors.argument_invalid(
-            "there are no plain tensors of the names " + ", ".join(blocks),
-            "gguf_types")
-    if importance and not is_weighed:
-        raise errors.argument_invalid(
-            "expected importance of tensors in gguf_types, got none of them",
-            "importance")
 
 
 def _plain_array(tensor: Any, given: Optional[str]) -> tuple[Array, str]:

@@ -74,7 +74,8 @@ class QuantizedModel(Tabular):
 
 def quantize_model(
         source: Path, target: Path, specs: Optional[SpecsLike] = None, *,
-        client: Client, model: str = "", revision: str = "main",
+        client: Optional[Client] = None, model: str = "",
+        revision: str = "main",
         store: Optional[bool] = None, include: Iterable[str] = (),
         exclude: Iterable[str] = (), min_rank: int = 2,
         nan_policy: Optional[str] = None, keep_going: bool = False,
@@ -110,7 +111,8 @@ def quantize_model(
         "@mixture.txt" as quantctl sweep writes it, is also taken. None: what
         the scheme says, or "int8".
     client: its server, TLS, token and times count; credentials are those of
-        tls_credentials(). Its channel_options do not.
+        tls_credentials(). Its channel_options do not. Blocks of GGUF, such as
+        "q4_K", need none.
     store: keep the encodings in the store, under `model` and `revision`. None:
         where there is a model, whose default is the name of the source. Readers
         of the revision see those that were there before until all files are

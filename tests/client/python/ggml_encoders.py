@@ -1,6 +1,6 @@
-"""Makes blocks of GGUF, the same bytes as client/files/gguf_encoders.cc, which
-says more: sums and roundings are in the same order, in float32 but for what a
-super-block shares."""
+"""Makes blocks of GGUF in numpy, the same bytes as client/files/gguf_encoders.cc,
+which says more: sums and roundings are in the same order, in float32 but for
+what a super-block shares."""
 
 from __future__ import annotations
 
@@ -549,29 +549,17 @@ class Encoder:
     block: int
     most_element: float
     encode: Callable[[_Reals, _Reals], list[Array]]
-    # Blocks whose largest element is below it in magnitude have a d that
-    # float16 has few numbers for: below 2^-20, or 2^-24 where integers make up
-    # for it.
-    most_coarse: float
 
 
 ENCODERS = {
-    "q4_0": Encoder(_LINE_BLOCK, 8 * _MOST_HALF, _encode_q4_0,
-                    8 * 2**-20),
-    "q4_1": Encoder(_LINE_BLOCK, _MOST_HALF, _encode_q4_1,
-                    15 * 2**-20),
-    "q5_0": Encoder(_LINE_BLOCK, 16 * _MOST_HALF, _encode_q5_0,
-                    16 * 2**-20),
-    "q5_1": Encoder(_LINE_BLOCK, _MOST_HALF, _encode_q5_1,
-                    31 * 2**-20),
-    "q8_0": Encoder(_LINE_BLOCK, 2 ** 21, _encode_q8_0,
-                    127 * 2**-20),
-    "q4_K": Encoder(_SUPER_BLOCK, 2 ** 21, _encode_q4_k,
-                    15 * 63 * 2**-24),
-    "q5_K": Encoder(_SUPER_BLOCK, 2 ** 21, _encode_q5_k,
-                    31 * 63 * 2**-24),
-    "q6_K": Encoder(_SUPER_BLOCK, 2 ** 21, _encode_q6_k,
-                    32 * 128 * 2**-24)}
+    "q4_0": Encoder(_LINE_BLOCK, 8 * _MOST_HALF, _encode_q4_0),
+    "q4_1": Encoder(_LINE_BLOCK, _MOST_HALF, _encode_q4_1),
+    "q5_0": Encoder(_LINE_BLOCK, 16 * _MOST_HALF, _encode_q5_0),
+    "q5_1": Encoder(_LINE_BLOCK, _MOST_HALF, _encode_q5_1),
+    "q8_0": Encoder(_LINE_BLOCK, 2 ** 21, _encode_q8_0),
+    "q4_K": Encoder(_SUPER_BLOCK, 2 ** 21, _encode_q4_k),
+    "q5_K": Encoder(_SUPER_BLOCK, 2 ** 21, _encode_q5_k),
+    "q6_K": Encoder(_SUPER_BLOCK, 2 ** 21, _encode_q6_k)}
 
 
 def encode(elements: Array, kind: str, importance: Sequence[float] = ()
@@ -589,15 +577,6 @@ def encode(elements: Array, kind: str, importance: Sequence[float] = ()
             weights[np.arange(begin, min(begin + count, len(rows))) %
                     len(weights)]), axis=1)
         for begin in range(0, len(rows), count)])
-
-
-def coarse_scale_count(elements: Array, kind: str) -> int:
-    """Number of blocks, not all 0, whose elements are so small that float16 has
-    few numbers for their d."""
-    encoder = ENCODERS[kind]
-    largest = np.abs(elements.reshape(-1, encoder.block)).max(axis=1)
-    return int(np.count_nonzero(
-        (largest > 0) & (largest < encoder.most_coarse)))
 
 
 def _weights(importance: Sequence[float], block: int) -> _Reals:
