@@ -663,9 +663,10 @@ class CheckpointReader {
     } else if (scale_rows == rows && scale_columns > 0 &&
                columns % scale_columns == 0) {
       scales.columns = columns / scale_columns;
-    } else if (tensor->shape.size() > 2 && scale_rows == 1 &&
-               scale_columns == columns) {
-      // Experts that lie [inputs, outputs], with a scale for each output.
+    } else if ((tensor->shape.size() > 2 || rows != columns) &&
+               scale_rows == 1 && scale_columns == columns) {
+      // As broadcast, such as of experts that lie [inputs, outputs]. Of a
+      // square matrix others have written the scales of rows so.
       scales.rows = rows;
     } else {
       return wrong();

@@ -278,9 +278,10 @@ def convolution(rng, shape=(8, 4, 3, 3), whole=True):
                 modelopt("FP8")), {"a.weight": E4M3[codes] * scale}
 
 
-def expert_columns(rng):
-    codes = finite_codes(rng, (3, 40, 24), E4M3)
-    scales = (rng.integers(1, 99, (3, 1, 24)) / 64).astype(np.float32)
+def fp8_columns(rng, shape):
+    codes = finite_codes(rng, shape, E4M3)
+    scales = (rng.integers(1, 99, (*shape[:-2], 1, shape[-1])) / 64).astype(
+        np.float32)
     return ({"a.weight": As("F8_E4M3", codes), "a.weight_scale": scales},
             {"quantization_config": {"quant_method": "fp8"}}, {},
             {"a.weight": E4M3[codes] * scales})
@@ -350,7 +351,8 @@ def float8_module(rng):
 SHUFFLED = np.random.default_rng(5).permutation(96)
 CASES = {
     "gptq4": gptq,
-    "fp8_expert_columns": expert_columns,
+    "fp8_expert_columns": lambda rng: fp8_columns(rng, (3, 40, 24)),
+    "fp8_columns": lambda rng: fp8_columns(rng, (40, 24)),
     "gptq2": lambda rng: gptq(rng, 2),
     "gptq3": lambda rng: gptq(rng, 3),
     "gptq8": lambda rng: gptq(rng, 8),
@@ -477,6 +479,18 @@ def test_WhatIsQuantizedIsQuantizedOnlyWhenAskedTo(name, quantctl, tmp_path):
     quantctl("quantize", folder, "-o", out, "--requantize",
              *requantizing.ARGUMENTS)
     check_quantized(out, once)
+
+
+def test_AScaleForEachColumnOfASquareIsAmbiguous(quantctl, tmp_path):
+    tensors, config, beside, _ = fp8_columns(np.random.default_rng(1), (24, 24))
+    folder = tmp_path / "model"
+    write_folder(folder, tensors, config, beside)
+    said = quantctl("dequantize", folder, "-o", tmp_path / "out",
+                    code=FILE_ERROR)
+    assert "FILE_MALFORMED" in said and "a.weight_scale" in said
+    with pytest.raises(quantd.QuantdError) as caught:
+        dict(quantd.load(folder))
+    assert caught.value.reason == "FILE_MALFORMED"
 
 
 def test_AFolderThatIsQuantizedIsNamed(quantctl, tmp_path):

@@ -429,8 +429,10 @@ class _Reader:
             block = (min(self._block[0], rows), min(self._block[1], columns))
         elif of_rows == rows and columns % of_columns == 0:
             block = (1, columns // of_columns)
-        elif len(shape) > 2 and (of_rows, of_columns) == (1, columns):
-            # Experts that lie [inputs, outputs], with a scale for each output.
+        elif (len(shape) > 2 or rows != columns) and (
+                of_rows, of_columns) == (1, columns):
+            # As broadcast, such as of experts that lie [inputs, outputs]. Of a
+            # square matrix others have written the scales of rows so.
             block = (rows, 1)
         else:
             raise wrong
