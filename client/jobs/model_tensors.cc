@@ -6,6 +6,7 @@
 
 #include "client/files/dtype.h"
 #include "client/files/safetensors.h"
+#include "client/jobs/codes_outcome.h"
 #include "client/jobs/quantize_model.h"
 #include "client/jobs/quantize_outcome.h"
 #include "client/jobs/quantize_plan.h"
@@ -34,18 +35,10 @@ ModelTensor TensorOf(const QuantizePlan& plan, const Shard& shard,
   made.is_quantized = outcome.is_quantized;
   made.bytes_before = tensor.data.size();
   made.bytes_after = shard.is_written ? outcome.output_bytes : 0;
-  made.output_noise = outcome.output_noise;
-  made.metrics = outcome.metrics;
-  if (!outcome.is_quantized) return made;
-  made.format = outcome.format;
-  made.clipped_low_count = outcome.clipped_low_count;
-  made.clipped_high_count = outcome.clipped_high_count;
-  made.nan_count = outcome.nan_count;
-  made.infinity_count = outcome.infinity_count;
-  made.coarse_scale_count = outcome.coarse_scale_count;
-  made.mantissa_bits = outcome.mantissa_bits;
-  made.is_compensated = outcome.is_compensated;
-  made.is_weighed = plan.IsWeighed(tensor);
+  if (outcome.is_quantized) {
+    static_cast<CodesOutcome&>(made) = outcome;
+    made.is_weighed = plan.IsWeighed(tensor);
+  }
   return made;
 }
 

@@ -4,7 +4,6 @@
 #define QUANTD_CLIENT_JOBS_QUANTIZE_MODEL_H_
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,14 +11,15 @@
 #include "absl/status/statusor.h"
 #include "client/cpp/client_options.h"
 #include "client/files/safetensors.h"
+#include "client/jobs/codes_outcome.h"
 #include "client/jobs/job_events.h"
 #include "client/jobs/quantize_options.h"
-#include "quantd/v1/quantization_service.pb.h"
 
 namespace quantd::jobs {
 
-// The outcome of one tensor of the input. Plain value.
-struct ModelTensor {
+// The outcome of one tensor of the input; that of its codes is empty unless it
+// was quantized. Plain value.
+struct ModelTensor : CodesOutcome {
   enum class Result {
     kQuantized,
     kCopied,
@@ -46,26 +46,8 @@ struct ModelTensor {
   uint64_t bytes_before = 0;
   // All that the output has of the tensor; 0 if that is not written.
   uint64_t bytes_after = 0;
-  // For quantized tensors: format of the codes, ...
-  std::string format;
-  // ... elements that were out of range, and that were not finite, ...
-  uint64_t clipped_low_count = 0;
-  uint64_t clipped_high_count = 0;
-  uint64_t nan_count = 0;
-  uint64_t infinity_count = 0;
-  // ... float16 scales below 2^-20, where that has few numbers, ...
-  uint64_t coarse_scale_count = 0;
-  // ... see v1::QuantizeResponseHeader, ...
-  uint64_t mantissa_bits = 0;
-  // ... true if rounded for the output of the layer, not each element by
-  // itself, ...
-  bool is_compensated = false;
-  // ... then what that makes of the output, ...
-  std::optional<v1::OutputNoise> output_noise;
-  // ... true if importance weighed its errors, ...
+  // True if importance weighed the errors in the search for scales.
   bool is_weighed = false;
-  // ... and errors, with QuantizeOptions::evaluate.
-  std::optional<v1::ErrorMetrics> metrics;
 };
 
 // Lines of one kind for people on an output that is not quite what one may

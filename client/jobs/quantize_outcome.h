@@ -17,34 +17,19 @@
 #include "client/files/gguf_types.h"
 #include "client/files/json.h"
 #include "client/files/safetensors.h"
+#include "client/jobs/codes_outcome.h"
 #include "client/models/compressed_tensors.h"
 #include "client/models/tensor_input.h"
 #include "nlohmann/json.hpp"
-#include "quantd/v1/quantization_service.pb.h"
 
 namespace quantd::jobs {
 
 // The outcome of one tensor.
-struct Outcome {
+struct Outcome : CodesOutcome {
   // A tensor that failed is copied, like one that was not selected.
   absl::Status status;
   bool is_quantized = false;
-  // Format of the codes; an encoding may have turned to the unsigned format.
-  std::string format;
   uint64_t output_bytes = 0;
-  uint64_t clipped_low_count = 0;
-  uint64_t clipped_high_count = 0;
-  uint64_t nan_count = 0;
-  uint64_t infinity_count = 0;
-  // Scales below 2^-20, where float16 has few numbers.
-  uint64_t coarse_scale_count = 0;
-  // See v1::QuantizeResponseHeader.
-  uint64_t mantissa_bits = 0;
-  // Rounded for the output of its layer, not each element by itself.
-  bool is_compensated = false;
-  // Then what that makes of the output.
-  std::optional<v1::OutputNoise> output_noise;
-  std::optional<v1::ErrorMetrics> metrics;
 };
 
 // By name.
