@@ -1,4 +1,8 @@
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -25,19 +29,25 @@
 #include "client/cli/tensor_notes.h"
 #include "client/cpp/client.h"
 #include "client/cpp/element_bytes.h"
+#include "client/cpp/errors.h"
 #include "client/files/coded_tensor.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
 #include "client/files/gguf.h"
+#include "client/files/json.h"
 #include "client/files/npy.h"
 #include "client/files/safetensors.h"
 #include "client/files/safetensors_builder.h"
+#include "client/files/shard_index.h"
 #include "client/jobs/connections.h"
 #include "client/jobs/errors.h"
+#include "client/jobs/model_folder.h"
 #include "client/jobs/output.h"
 #include "client/models/coded_input.h"
 #include "client/models/compressed_reader.h"
+#include "client/models/compressed_tensors.h"
 #include "client/models/element_counter.h"
+#include "client/models/model_config.h"
 #include "client/models/plain_input.h"
 #include "client/models/quantized_checkpoint.h"
 #include "client/models/quantized_layout.h"
@@ -49,6 +59,8 @@
 namespace quantd::cli {
 namespace {
 
+// The tensors of an output folder.
+constexpr char kModelFile[] = "model.safetensors";
 constexpr size_t kMostInlineScaleBytes = 256 << 10;
 // Bytes of floats that are decoded in memory at a time.
 constexpr int64_t kDecodeBytes = 4 << 20;
@@ -103,28 +115,95 @@ class Dequantizer {
 
   void Run() {
     if (IsGgufPath(options_.input)) return RunGguf();
+    RunFile();
+    // Does nothing where the folder has something in it.
+    if (is_made_ && !is_written_) rmdir(folder_.c_str());
+  }
+
+ private:
+  void RunFile() {
     const absl::StatusOr<TensorInput> input = TensorInput::Open(options_.input);
     if (!input.ok()) return session_.Fail(input.status());
-    absl::Status status =
-        CheckOutputFile(options_.output, input->paths(),
-                        IsNpy() ? ".npy" : ".safetensors", &session_);
+    absl::Status status = TakeFolder();
+    if (status.ok()) {
+      status = CheckOutputFile(options_.output, input->paths(),
+                               IsNpy() ? ".npy" : ".safetensors", &session_);
+    }
     if (status.ok()) status = ReadAll(*input);
     if (!status.ok()) return FailEarly(status, &session_);
     if (!coded_.empty()) {
       status = IsNpy() ? WriteCodedNpy(*input) : WriteCoded(*input);
-      if (!status.ok()) return session_.Fail(status);
-      return Report();
+      return Complete(status);
     }
     const absl::StatusOr<jobs::Connections> connections =
         options_.streams.Connect(session_);
     if (!connections.ok()) return session_.FailUsage(connections.status());
     status = IsNpy() ? WriteOneNpy(*input, connections->first())
                      : WriteFile(*input, *connections);
+    Complete(status);
+  }
+
+  // Of a folder, with the name of a folder for the output, which ends with "/",
+  // the tensors go to a file in it. Makes the folder where there is none.
+  // Errors: ARGUMENT_INVALID, FILE_MALFORMED of config.json, FILE_UNWRITABLE.
+  absl::Status TakeFolder() {
+    if (!absl::EndsWith(options_.output.path, "/") ||
+        !files::IsFolder(options_.input)) {
+      return absl::OkStatus();
+    }
+    folder_ = options_.output.path;
+    if (jobs::IsSameFile(options_.input, folder_)) {
+      return ArgumentInvalidError("expected another folder than the input");
+    }
+    for (const std::string& name : jobs::FilesIn(folder_)) {
+      if (name == kModelFile || (!absl::EndsWith(name, ".safetensors") &&
+                                 name != files::kShardIndexName)) {
+        continue;
+      }
+      return ArgumentInvalidError(absl::StrCat(
+          "expected a folder without weights of others, which loaders would "
+          "take for a part of the model, but ",
+          files::PathIn(folder_, name), " is there"));
+    }
+    options_.output.path = files::PathIn(folder_, kModelFile);
+    absl::StatusOr<files::Json> config =
+        ReadConfig(options_.input, kModelConfigName);
+    if (!config.ok()) return config.status();
+    config_ = *std::move(config);
+    RemoveQuantization(&config_);
+    is_made_ = mkdir(folder_.c_str(), 0777) == 0;
+    return is_made_ || errno == EEXIST
+               ? absl::OkStatus()
+               : files::FileUnwritableError(folder_, errno);
+  }
+
+  // Writes what goes with the tensors of a folder, and reports.
+  void Complete(absl::Status status) {
+    if (status.ok() && is_written_ && !folder_.empty()) {
+      status = WriteBeside();
+    }
     if (!status.ok()) return session_.Fail(status);
     Report();
   }
 
- private:
+  absl::Status WriteBeside() {
+    jobs::FilesBeside beside;
+    beside.from = options_.input;
+    beside.to = folder_;
+    beside.force = options_.output.force;
+    beside.is_replaced = [](const std::string& name) {
+      return name == kModelConfigName || name == files::kShardIndexName ||
+             absl::EndsWith(name, ".safetensors");
+    };
+    const absl::StatusOr<std::string> left_out = jobs::CopyFilesBeside(beside);
+    if (!left_out.ok()) return left_out.status();
+    if (!left_out->empty() && !session_.quiet) {
+      session_.PrintError(absl::StrCat("quantctl: ", *left_out));
+    }
+    if (config_.empty()) return absl::OkStatus();
+    return jobs::WriteModelConfig(config_, folder_);
+  }
+
   bool IsNpy() const { return IsNpyPath(options_.output.path); }
 
   // Blocks of GGUF are decoded here, one tensor at a time. No server is called.
@@ -674,8 +753,12 @@ class Dequantizer {
                                    "such tensors out")));
   }
 
-  const DequantizeOptions& options_;
+  DequantizeOptions options_;
   Session& session_;
+  // The folder of the output and its config.json; empty without one.
+  std::string folder_;
+  files::Json config_;
+  bool is_made_ = false;
   // Tensors that the server dequantizes, and tensors that are decoded here.
   std::vector<QuantizedTensor> tensors_;
   std::vector<files::CodedTensor> coded_;
@@ -700,7 +783,9 @@ void AddDequantizeCommand(Command* quantctl, Session* session) {
       ->Required();
   AddOutputOptions(command,
                    "safetensors file, .npy for a single tensor, or - for "
-                   "standard output",
+                   "standard output. A name that ends with / is a folder, for "
+                   "that of a model: with config.json and a tokenizer, as "
+                   "other programs load it",
                    &options->output)
       ->Required();
   command->AddFlag("--keep-going", &options->keep_going,
@@ -711,7 +796,7 @@ void AddDequantizeCommand(Command* quantctl, Session* session) {
   command->AddExample(
       "quantctl dequantize model.q4_k_m.gguf -o restored.safetensors",
       "any of ggml's types; calls no server");
-  command->AddExample("quantctl dequantize llm-awq/ -o restored.safetensors",
+  command->AddExample("quantctl dequantize llm-awq/ -o llm/",
                       "of a checkpoint of AWQ, GPTQ, ModelOpt, GPT-OSS or FP8; "
                       "calls no server");
   command->OnRun([options, session] { Dequantizer(*options, session).Run(); });

@@ -5,16 +5,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstddef>
 #include <cstdint>
-#include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <map>
 #include <memory>
 #include <set>
 #include <string>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -23,14 +18,13 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
-#include "client/cpp/text_file.h"
 #include "client/files/atomic_file.h"
 #include "client/files/errors.h"
 #include "client/files/json.h"
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
+#include "client/jobs/model_folder.h"
 #include "client/jobs/output.h"
 #include "client/jobs/quantize_outcome.h"
 #include "client/jobs/quantize_parts.h"
@@ -45,70 +39,6 @@
 namespace quantd::jobs {
 namespace {
 
-// Extensions of files that hold the weights as they were.
-constexpr absl::string_view kWeightExtensions[] = {
-    ".safetensors", ".index.json", ".bin",  ".pt",        ".pth",
-    ".ckpt",        ".gguf",       ".onnx", ".onnx_data", ".h5",
-    ".msgpack",     ".npy",        ".npz",  ".tflite",    ".ot"};
-constexpr size_t kCopiedAtOnce = 1 << 20;
-constexpr size_t kMostFolderNames = 10;
-// Folders within a folder that is copied.
-constexpr int kMostFolderDepth = 8;
-
-// Files that say how the input was quantized: they do not belong to the output.
-constexpr absl::string_view kNotBeside[] = {
-    "hf_quant_config.json", "quant_config.json", "quantize_config.json"};
-
-// True if a file goes with the tensors of a model.
-bool IsBeside(absl::string_view name) {
-  return std::find(std::begin(kNotBeside), std::end(kNotBeside), name) ==
-             std::end(kNotBeside) &&
-         std::none_of(std::begin(kWeightExtensions),
-                      std::end(kWeightExtensions),
-                      [name](absl::string_view extension) {
-                        return absl::EndsWith(name, extension);
-                      });
-}
-
-// Fills `piece` from a file, as far as that goes.
-size_t ReadPiece(std::ifstream* file, std::vector<char>* piece) {
-  file->read(piece->data(), static_cast<std::streamsize>(piece->size()));
-  return static_cast<size_t>(file->gcount());
-}
-
-bool HaveSameContents(const std::string& a, const std::string& b) {
-  std::ifstream first(a, std::ios::binary);
-  std::ifstream second(b, std::ios::binary);
-  std::vector<char> ours(kCopiedAtOnce);
-  std::vector<char> theirs(kCopiedAtOnce);
-  while (first && second) {
-    const size_t size = ReadPiece(&first, &ours);
-    if (ReadPiece(&second, &theirs) != size ||
-        !std::equal(ours.begin(), ours.begin() + static_cast<ptrdiff_t>(size),
-                    theirs.begin())) {
-      return false;
-    }
-  }
-  return first.eof() && second.eof();
-}
-
-// Replaces what is there.
-absl::Status CopyFile(const std::string& from, const std::string& to) {
-  std::ifstream source(from, std::ios::binary);
-  if (!source) return files::FileUnreadableError(from, errno);
-  absl::StatusOr<files::AtomicFile> file =
-      files::AtomicFile::Create(to, files::IfExists::kReplace);
-  if (!file.ok()) return file.status();
-  std::vector<char> piece(kCopiedAtOnce);
-  while (source) {
-    const size_t size = ReadPiece(&source, &piece);
-    const absl::Status status =
-        file->Append(absl::string_view(piece.data(), size));
-    if (!status.ok()) return status;
-  }
-  return source.bad() ? files::FileUnreadableError(from, EIO) : file->Commit();
-}
-
 // True if the config.json of a folder is that of a compressed-tensors model.
 bool IsOfCompressed(const std::string& folder) {
   const absl::StatusOr<files::Json> document =
@@ -117,15 +47,6 @@ bool IsOfCompressed(const std::string& folder) {
   const files::Json* const config = FindQuantization(*document);
   return config != nullptr &&
          config->value("quant_method", files::Json()) == "compressed-tensors";
-}
-
-// Replaces what is there.
-absl::Status WriteText(const std::string& path, absl::string_view text) {
-  absl::StatusOr<files::AtomicFile> file =
-      files::AtomicFile::Create(path, files::IfExists::kReplace);
-  if (!file.ok()) return file.status();
-  const absl::Status status = file->Append(text);
-  return status.ok() ? file->Commit() : status;
 }
 
 }  // namespace
@@ -168,7 +89,7 @@ absl::Status QuantizeFolder::Clear() {
 
 absl::Status QuantizeFolder::Complete() const {
   if (options_.join) RemoveParts();
-  absl::Status status = CopyBesides();
+  absl::Status status = CopyFiles();
   if (status.ok() && options_.IsCompressed()) status = WriteConfig();
   if (status.ok() && !plan_.weight_map.empty()) status = WriteIndex();
   return status;
@@ -200,104 +121,22 @@ void QuantizeFolder::RemoveParts() const {
   }
 }
 
-absl::Status QuantizeFolder::CopyBesides() const {
+absl::Status QuantizeFolder::CopyFiles() const {
   if (!files::IsFolder(options_.input)) return absl::OkStatus();
-  std::vector<std::string> left_out;
-  const std::set<std::string> of_modules = ModuleFolders();
-  for (const std::string& name : FilesIn(options_.input)) {
-    const bool is_replaced =
-        name == files::kShardIndexName ||
-        (options_.IsCompressed() && name == kModelConfigName) ||
-        plan_.HasShard(name);
-    if (name[0] == '.' || is_replaced) continue;
-    const bool is_of_modules = of_modules.count(name) > 0;
-    std::vector<std::string> paths = {name};
-    if (options_.IsCompressed() && (is_of_modules || IsFolderBeside(name))) {
-      paths = FilesOf(name);
-    }
-    for (const std::string& path : paths) {
-      bool is_copied = false;
-      if (options_.IsCompressed() && (is_of_modules || IsBeside(path))) {
-        const absl::StatusOr<bool> copied = CopyBeside(path);
-        if (!copied.ok()) return copied.status();
-        is_copied = *copied;
-      }
-      if (!is_copied) left_out.push_back(path);
-    }
-  }
-  if (left_out.empty()) return absl::OkStatus();
-  const size_t count = left_out.size();
-  if (count > kMostFolderNames) left_out.resize(kMostFolderNames);
-  events_.Note(absl::StrCat(
-      "of ", options_.input, " not copied: ", absl::StrJoin(left_out, ", "),
-      count > kMostFolderNames
-          ? absl::StrCat(" and ", CountText(count - kMostFolderNames), " more")
-          : ""));
+  FilesBeside beside;
+  beside.from = options_.input;
+  beside.to = options_.output.path;
+  beside.is_model = options_.IsCompressed();
+  beside.force = options_.output.force;
+  beside.is_replaced = [this](const std::string& name) {
+    return name == files::kShardIndexName ||
+           (options_.IsCompressed() && name == kModelConfigName) ||
+           plan_.HasShard(name);
+  };
+  const absl::StatusOr<std::string> left_out = CopyFilesBeside(beside);
+  if (!left_out.ok()) return left_out.status();
+  if (!left_out->empty()) events_.Note(*left_out);
   return absl::OkStatus();
-}
-
-std::set<std::string> QuantizeFolder::ModuleFolders() const {
-  const files::Json modules = files::ParseJson(
-      internal::ReadTextFile(files::PathIn(options_.input, "modules.json"))
-          .value_or(""));
-  std::set<std::string> folders;
-  if (!modules.is_array()) return folders;
-  for (const files::Json& module : modules) {
-    if (!module.is_object()) continue;
-    const files::Json path = module.value("path", files::Json());
-    if (!path.is_string()) continue;
-    std::string name = path.get<std::string>();
-    if (files::IsFolder(files::PathIn(options_.input, name))) {
-      folders.insert(std::move(name));
-    }
-  }
-  return folders;
-}
-
-std::vector<std::string> QuantizeFolder::FilesOf(const std::string& folder,
-                                                 int depth) const {
-  std::vector<std::string> paths;
-  for (const std::string& name :
-       FilesIn(files::PathIn(options_.input, folder))) {
-    if (name[0] == '.') continue;
-    const std::string path = files::PathIn(folder, name);
-    struct stat info;
-    const bool is_folder =
-        lstat(files::PathIn(options_.input, path).c_str(), &info) == 0 &&
-        S_ISDIR(info.st_mode);
-    if (!is_folder || depth == kMostFolderDepth) {
-      paths.push_back(path);
-      continue;
-    }
-    for (std::string& inner : FilesOf(path, depth + 1)) {
-      paths.push_back(std::move(inner));
-    }
-  }
-  return paths;
-}
-
-bool QuantizeFolder::IsFolderBeside(const std::string& name) const {
-  if (!files::IsFolder(files::PathIn(options_.input, name))) return false;
-  const std::vector<std::string> paths = FilesOf(name);
-  return !paths.empty() && absl::c_all_of(paths, IsBeside);
-}
-
-absl::StatusOr<bool> QuantizeFolder::CopyBeside(const std::string& name) const {
-  const std::string from = files::PathIn(options_.input, name);
-  struct stat info;
-  if (stat(from.c_str(), &info) != 0 || !S_ISREG(info.st_mode)) return false;
-  const std::string to = OutputPath(name);
-  const std::string folder = to.substr(0, to.rfind('/'));
-  std::error_code error;
-  std::filesystem::create_directories(folder, error);
-  if (error) return files::FileUnwritableError(folder, error.value());
-  if (FileExists(to)) {
-    if (HaveSameContents(from, to)) return true;
-    if (!options_.output.force) return false;
-  }
-  const absl::Status status = CopyFile(from, to);
-  if (!status.ok()) return status;
-  return true;
 }
 
 std::vector<std::string> QuantizeFolder::IgnoredModules() const {
@@ -333,8 +172,7 @@ absl::Status QuantizeFolder::WriteConfig() const {
   RemoveQuantization(&config);
   config["quantization_config"] =
       model.Config(IgnoredModules(), plan_.kv_cache);
-  return WriteText(OutputPath(kModelConfigName),
-                   absl::StrCat(files::PythonJsonText(config), "\n"));
+  return WriteModelConfig(config, options_.output.path);
 }
 
 absl::Status QuantizeFolder::WriteIndex() const {

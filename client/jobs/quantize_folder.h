@@ -4,12 +4,10 @@
 #ifndef QUANTD_CLIENT_JOBS_QUANTIZE_FOLDER_H_
 #define QUANTD_CLIENT_JOBS_QUANTIZE_FOLDER_H_
 
-#include <set>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "client/jobs/job_events.h"
 #include "client/jobs/quantize_options.h"
@@ -49,23 +47,8 @@ class QuantizeFolder {
   bool IsStaleShard(const std::string& name) const;
   // Removes the parts that the shards are made of, which have no use any more.
   void RemoveParts() const;
-  // Copies the files of a folder beside its tensors, such as a tokenizer and
-  // code, with compressed-tensors, whose folder is a model that others load.
-  // Folders that have no weights and those of modules are copied too. One line
-  // names the rest.
-  absl::Status CopyBesides() const;
-  // The folders of further modules that a model of sentence-transformers lists,
-  // such as 1_Pooling.
-  std::set<std::string> ModuleFolders() const;
-  // The paths, from the input on, of what is in one of its folders and is not
-  // hidden: all files, and folders that lie too deep or are links.
-  std::vector<std::string> FilesOf(const std::string& folder,
-                                   int depth = 0) const;
-  // True if a folder of the input has files, and none of them are weights.
-  bool IsFolderBeside(const std::string& name) const;
-  // False for what is no file, or that another file is in the place of.
-  // `name`  the path from the input on.
-  absl::StatusOr<bool> CopyBeside(const std::string& name) const;
+  // Copies what is beside the tensors of the input, and notes the rest.
+  absl::Status CopyFiles() const;
   // The modules whose matrix was left as it is.
   std::vector<std::string> IgnoredModules() const;
   // The input's config.json with the schemes of the modules.

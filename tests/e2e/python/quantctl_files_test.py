@@ -951,6 +951,54 @@ class ModelFolderTest(FilesCase):
         self.run_quantctl("quantize", self.path("model"), "-o",
                           self.path("own"), "--spec", "int4:group:100")
 
+    def test_AModelIsDequantizedToAFolder(self):
+        config = {"model_type": "test", "torch_dtype": "bfloat16",
+                  "vocab_size": 1 << 70}
+        write_model(self.path("model"), layers=2, shards=2, config=config)
+        self.write("model/tokenizer.json", b"{}")
+        self.write("model/.hidden", b"")
+        for name, flags in (("packed", ("--scheme", "W4A16")),
+                            ("own", ("--spec", "int8"))):
+            self.run_quantctl("quantize", self.path("model"), "-o",
+                              self.path(name), "--no-store", *flags)
+            self.write(name + "/quantize_config.json", b"{}")
+        self.run_quantctl("dequantize", self.path("packed"), "-o",
+                          self.path("file"))
+        command = ("dequantize", self.path("packed"), "-o",
+                   self.path("restored/"))
+        self.run_quantctl(*command)
+        self.assertEqual(sorted(os.listdir(self.path("restored"))),
+                         ["config.json", "model.safetensors", "tokenizer.json"])
+        self.assertEqual(self.digests("restored/model.safetensors"),
+                         self.digests("file"))
+        with open(self.path("restored/config.json"), encoding="utf-8") as file:
+            self.assertEqual(json.load(file), config)
+        # It is a model like another.
+        self.run_quantctl("quantize", self.path("restored"), "-o",
+                          self.path("again"), "--no-store", "--scheme", "W8A16")
+        self.refused(*command, code=FILE_ERROR, words=["FILE_EXISTS"])
+        self.run_quantctl(*command, "--force")
+        # Without a config.json, as of quantd's own layout.
+        said = self.run_quantctl("dequantize", self.path("own"), "-o",
+                                 self.path("plain/")).stderr
+        self.assertIn("not copied: quantize_config.json", said)
+        self.assertEqual(os.listdir(self.path("plain")), ["model.safetensors"])
+        os.mkdir(self.path("mine"))
+        self.write("mine/model-00001-of-00002.safetensors", b"mine")
+        self.refused_unsent("dequantize", self.path("packed"), "-o",
+                            self.path("mine/"), code=USAGE,
+                            words=["weights of others"])
+        self.refused_unsent("dequantize", self.path("file"), "-o",
+                            self.path("new/"), code=USAGE,
+                            words=["expected the name of a file"])
+        self.refused_unsent("dequantize", self.path("packed"), "-o",
+                            self.path("packed/"), code=USAGE,
+                            words=["another folder"])
+        self.write("own/config.json", b"{")
+        self.refused_unsent("dequantize", self.path("own"), "-o",
+                            self.path("new/"), code=FILE_ERROR,
+                            words=["FILE_MALFORMED"])
+
     def test_WhatGoesWithTheTensorsIsCopied(self):
         write_model(self.path("model"), layers=1, shards=2,
                     config={"model_type": "test"})
