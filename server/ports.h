@@ -91,7 +91,6 @@ class Ports {
 
   Ports(PortOptions options, const TlsFiles* tls, Metrics* metrics);
   absl::Status Listen();
-  bool IsSecure(const Port& port) const;
   void Take(const Port& port, grpc::Server* server, FileDescriptor connection,
             const PeerAddress& peer);
 

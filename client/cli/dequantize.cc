@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -96,15 +97,28 @@ ElementCounter InfinityCounter(files::Dtype dtype) {
           }};
 }
 
-// Places all tensors behind a header with the metadata that the input has when
-// nothing in it is quantized.
-absl::Status PlaceWithMetadata(const TensorInput& input,
-                               files::SafetensorsBuilder* builder) {
-  const std::map<std::string, std::string> metadata = PlainMetadata(input);
-  for (const auto& [key, value] : metadata) builder->SetMetadata(key, value);
-  const absl::StatusOr<uint64_t> header_bytes = builder->HeaderBytes(metadata);
-  if (!header_bytes.ok()) return header_bytes.status();
-  return builder->PlaceAll(*header_bytes);
+// A tensor of the output that no server is called for: decoded here, or copied.
+struct LocalTensor {
+  // Without the count of infinities.
+  DequantizeOutcome outcome;
+  files::Dtype dtype;
+  bool is_copy = false;
+  // Gives the elements to `write`, as many at a time as are in memory.
+  std::function<absl::Status(const Sink& write)> produce;
+};
+
+LocalTensor CopyOf(const std::string& name, const std::vector<int64_t>& shape,
+                   files::Dtype dtype, absl::Span<const uint8_t> data) {
+  LocalTensor local;
+  local.outcome.name = name;
+  local.outcome.shape = shape;
+  local.outcome.dtype = std::string(DtypeName(dtype));
+  local.outcome.result = "copied";
+  local.outcome.input_bytes = local.outcome.output_bytes = data.size();
+  local.dtype = dtype;
+  local.is_copy = true;
+  local.produce = [data](const Sink& write) { return write(0, data); };
+  return local;
 }
 
 // One run of `quantctl dequantize`. Not thread-safe.
@@ -131,16 +145,22 @@ class Dequantizer {
     }
     if (status.ok()) status = ReadAll(*input);
     if (!status.ok()) return FailEarly(status, &session_);
-    if (!coded_.empty()) {
-      status = IsNpy() ? WriteCodedNpy(*input) : WriteCoded(*input);
-      return Complete(status);
+    for (const files::FileTensor& tensor : input->tensors()) {
+      if (consumed_.contains(tensor.name)) continue;
+      local_.push_back(
+          CopyOf(tensor.name, tensor.shape, tensor.dtype, tensor.data));
     }
-    const absl::StatusOr<jobs::Connections> connections =
-        options_.streams.Connect(session_);
-    if (!connections.ok()) return session_.FailUsage(connections.status());
-    status = IsNpy() ? WriteOneNpy(*input, connections->first())
-                     : WriteFile(*input, *connections);
-    Complete(status);
+    std::optional<jobs::Connections> connections;
+    if (!tensors_.empty()) {
+      absl::StatusOr<jobs::Connections> opened =
+          options_.streams.Connect(session_);
+      if (!opened.ok()) return session_.FailUsage(opened.status());
+      connections = *std::move(opened);
+    }
+    const jobs::Connections* const server =
+        connections.has_value() ? &*connections : nullptr;
+    Complete(IsNpy() ? WriteNpy(server)
+                     : WriteFile(PlainMetadata(*input), server));
   }
 
   // Of a folder, with the name of a folder for the output, which ends with "/",
@@ -217,8 +237,24 @@ class Dequantizer {
                              IsNpy() ? ".npy" : ".safetensors", &session_);
     if (status.ok()) status = CheckGgufTypes(*reader);
     if (!status.ok()) return FailEarly(status, &session_);
-    status = IsNpy() ? WriteGgufNpy(*reader) : WriteGguf(*reader);
+    for (const files::GgufTensor& tensor : reader->tensors()) {
+      if (tensor.type != nullptr) local_.push_back(LocalOf(tensor));
+    }
+    status = IsNpy() ? WriteNpy(nullptr) : WriteFile({}, nullptr);
     if (!status.ok()) return session_.Fail(status);
+    std::vector<DequantizeOutcome> written = std::move(outcomes_);
+    outcomes_.clear();
+    auto next = written.begin();
+    for (const files::GgufTensor& tensor : reader->tensors()) {
+      if (tensor.type != nullptr) {
+        outcomes_.push_back(std::move(*next++));
+        continue;
+      }
+      DequantizeOutcome& outcome = outcomes_.emplace_back();
+      outcome.name = tensor.name;
+      outcome.shape = tensor.shape;
+      outcome.result = "left out";
+    }
     Report();
     for (const files::GgufTensor& tensor : reader->tensors()) {
       if (tensor.type != nullptr) continue;
@@ -237,132 +273,6 @@ class Dequantizer {
               IsNpy() ? "" : "; --keep-going leaves such tensors out"));
     }
     return absl::OkStatus();
-  }
-
-  // In the file's order, as TensorInput has it.
-  absl::Status WriteGguf(const files::GgufReader& reader) {
-    const absl::StatusOr<std::unique_ptr<files::SafetensorsBuilder>> builder =
-        files::SafetensorsBuilder::Create(options_.output.path,
-                                          options_.output.if_exists());
-    if (!builder.ok()) return builder.status();
-    uint64_t order = 0;
-    for (const files::GgufTensor& tensor : reader.tensors()) {
-      if (tensor.type == nullptr) continue;
-      const absl::Status status =
-          (*builder)
-              ->Reserve(order++, tensor.name, GgufDtype(tensor), tensor.shape)
-              .status();
-      if (!status.ok()) return status;
-    }
-    const absl::StatusOr<uint64_t> header_bytes = (*builder)->HeaderBytes({});
-    if (!header_bytes.ok()) return header_bytes.status();
-    absl::Status status = (*builder)->PlaceAll(*header_bytes);
-    size_t place = 0;
-    for (const files::GgufTensor& tensor : reader.tensors()) {
-      if (!status.ok()) return status;
-      if (tensor.type == nullptr) {
-        outcomes_.push_back({tensor.name, tensor.shape, "", "left out", 0, 0,
-                             absl::OkStatus(), ""});
-      } else if (tensor.type->IsPlain()) {
-        status = (*builder)->Write(place++, 0, tensor.data);
-        AddGgufOutcome(tensor, "copied", tensor.data);
-      } else {
-        const std::vector<float> elements = files::DequantizeGguf(tensor);
-        status = (*builder)->Write(place++, 0, BytesOf(elements));
-        AddGgufOutcome(tensor, tensor.type->name, BytesOf(elements));
-      }
-    }
-    if (status.ok()) status = (*builder)->Finish().status();
-    is_written_ = status.ok();
-    return status;
-  }
-
-  absl::Status WriteGgufNpy(const files::GgufReader& reader) {
-    if (reader.tensors().size() != 1) {
-      return files::FileUnsupportedError(
-          options_.output.path,
-          absl::StrCat(".npy holds one tensor, the file has ",
-                       reader.tensors().size()));
-    }
-    const files::GgufTensor& tensor = reader.tensors()[0];
-    if (tensor.type->IsPlain()) {
-      return files::FileUnsupportedError(
-          options_.input, "expected a tensor of blocks, got a plain one");
-    }
-    const std::vector<float> elements = files::DequantizeGguf(tensor);
-    AddGgufOutcome(tensor, tensor.type->name, BytesOf(elements));
-    const absl::Status status =
-        files::WriteNpy(options_.output.path, options_.output.if_exists(),
-                        files::Dtype::kF32, tensor.shape, BytesOf(elements))
-            .status();
-    is_written_ = status.ok();
-    return status;
-  }
-
-  // Codes of others are decoded here, some rows at a time. No server is called.
-  absl::Status WriteCoded(const TensorInput& input) {
-    const absl::StatusOr<std::unique_ptr<files::SafetensorsBuilder>> builder =
-        files::SafetensorsBuilder::Create(options_.output.path,
-                                          options_.output.if_exists());
-    if (!builder.ok()) return builder.status();
-    uint64_t order = 0;
-    std::vector<size_t> places;
-    for (const files::CodedTensor& tensor : coded_) {
-      const absl::StatusOr<size_t> place =
-          (*builder)->Reserve(order++, tensor.name, tensor.dtype, tensor.shape);
-      if (!place.ok()) return place.status();
-      places.push_back(*place);
-    }
-    for (const files::FileTensor& tensor : input.tensors()) {
-      if (consumed_.contains(tensor.name)) continue;
-      const absl::StatusOr<size_t> place =
-          (*builder)->Reserve(order++, tensor.name, tensor.dtype, tensor.shape);
-      if (!place.ok()) return place.status();
-      places.push_back(*place);
-    }
-    absl::Status status = PlaceWithMetadata(input, builder->get());
-    Progress progress(CodeBytes(input), !session_.quiet);
-    size_t place = 0;
-    for (const files::CodedTensor& tensor : coded_) {
-      if (!status.ok()) return status;
-      ElementCounter infinities = InfinityCounter(tensor.dtype);
-      status = Decode(
-          tensor, [&](uint64_t offset_bytes, absl::Span<const uint8_t> bytes) {
-            infinities.Add(offset_bytes, bytes);
-            return (*builder)->Write(places[place], offset_bytes, bytes);
-          });
-      progress.Add(CodeBytes(input, tensor), tensor.name);
-      AddCodedOutcome(input, tensor, infinities.count());
-      ++place;
-    }
-    for (const files::FileTensor& tensor : input.tensors()) {
-      if (!status.ok()) return status;
-      if (consumed_.contains(tensor.name)) continue;
-      status = (*builder)->Write(places[place++], 0, tensor.data);
-      outcomes_.push_back({tensor.name, tensor.shape,
-                           std::string(DtypeName(tensor.dtype)), "copied",
-                           tensor.data.size(), tensor.data.size(),
-                           absl::OkStatus(), ""});
-    }
-    if (status.ok()) status = (*builder)->Finish().status();
-    is_written_ = status.ok();
-    return status;
-  }
-
-  absl::Status WriteCodedNpy(const TensorInput& input) {
-    absl::Status status = CheckSingle(input, coded_.size());
-    if (!status.ok()) return status;
-    const files::CodedTensor& tensor = coded_[0];
-    std::vector<uint8_t> elements(
-        static_cast<size_t>(tensor.row_count() * tensor.row_bytes()));
-    tensor.DecodeRows(0, tensor.row_count(), absl::MakeSpan(elements));
-    AddCodedOutcome(input, tensor,
-                    files::CountInfinities(tensor.dtype, elements));
-    status = files::WriteNpy(options_.output.path, options_.output.if_exists(),
-                             tensor.dtype, tensor.shape, elements)
-                 .status();
-    is_written_ = status.ok();
-    return status;
   }
 
   // Gives the elements to `write`, a few MiB at a time.
@@ -398,48 +308,45 @@ class Dequantizer {
     return size;
   }
 
-  uint64_t CodeBytes(const TensorInput& input) const {
-    uint64_t size = 0;
-    for (const files::CodedTensor& tensor : coded_) {
-      size += CodeBytes(input, tensor);
-    }
-    return size;
-  }
-
-  void AddCodedOutcome(const TensorInput& input,
-                       const files::CodedTensor& tensor,
-                       uint64_t infinity_count) {
-    DequantizeOutcome outcome;
-    outcome.name = tensor.name;
-    outcome.shape = tensor.shape;
-    outcome.dtype = std::string(DtypeName(tensor.dtype));
-    outcome.result = tensor.layout;
-    outcome.input_bytes = CodeBytes(input, tensor);
-    outcome.output_bytes =
+  // `tensor` must stay.
+  static LocalTensor LocalOf(const TensorInput& input,
+                             const files::CodedTensor& tensor) {
+    LocalTensor local;
+    local.outcome.name = tensor.name;
+    local.outcome.shape = tensor.shape;
+    local.outcome.dtype = std::string(DtypeName(tensor.dtype));
+    local.outcome.result = tensor.layout;
+    local.outcome.input_bytes = CodeBytes(input, tensor);
+    local.outcome.output_bytes =
         static_cast<uint64_t>(tensor.row_count() * tensor.row_bytes());
-    outcome.infinity_count = infinity_count;
-    outcome.note = tensor.note;
-    outcomes_.push_back(std::move(outcome));
+    local.outcome.note = tensor.note;
+    local.dtype = tensor.dtype;
+    local.produce = [&tensor](const Sink& write) {
+      return Decode(tensor, write);
+    };
+    return local;
   }
 
-  static files::Dtype GgufDtype(const files::GgufTensor& tensor) {
-    return tensor.type->dtype.value_or(files::Dtype::kF32);
-  }
-
-  void AddGgufOutcome(const files::GgufTensor& tensor, absl::string_view result,
-                      absl::Span<const uint8_t> output) {
-    DequantizeOutcome outcome;
-    outcome.name = tensor.name;
-    outcome.shape = tensor.shape;
-    outcome.dtype = std::string(DtypeName(GgufDtype(tensor)));
-    outcome.result = std::string(result);
-    outcome.input_bytes = tensor.data.size();
-    outcome.output_bytes = output.size();
-    if (!tensor.type->IsPlain()) {
-      outcome.infinity_count =
-          files::CountInfinities(GgufDtype(tensor), output);
+  // `tensor` must stay.
+  static LocalTensor LocalOf(const files::GgufTensor& tensor) {
+    if (tensor.type->IsPlain()) {
+      return CopyOf(tensor.name, tensor.shape, *tensor.type->dtype,
+                    tensor.data);
     }
-    outcomes_.push_back(std::move(outcome));
+    LocalTensor local;
+    local.outcome.name = tensor.name;
+    local.outcome.shape = tensor.shape;
+    local.outcome.dtype = std::string(DtypeName(files::Dtype::kF32));
+    local.outcome.result = std::string(tensor.type->name);
+    local.outcome.input_bytes = tensor.data.size();
+    local.outcome.output_bytes =
+        static_cast<uint64_t>(ElementCount(tensor.shape).value_or(0)) *
+        sizeof(float);
+    local.dtype = files::Dtype::kF32;
+    local.produce = [&tensor](const Sink& write) {
+      return write(0, BytesOf(files::DequantizeGguf(tensor)));
+    };
+    return local;
   }
 
   bool AnyFailed() const {
@@ -449,50 +356,127 @@ class Dequantizer {
   }
 
   // Errors end the run and leave no output file; so does a tensor that fails,
-  // unless the run is to keep going.
-  absl::Status WriteFile(const TensorInput& input,
-                         const jobs::Connections& connections) {
+  // unless the run is to keep going. What the server dequantizes comes first.
+  // `server`  null where it dequantizes nothing.
+  absl::Status WriteFile(const std::map<std::string, std::string>& metadata,
+                         const jobs::Connections* server) {
     const absl::StatusOr<std::unique_ptr<files::SafetensorsBuilder>> builder =
         files::SafetensorsBuilder::Create(options_.output.path,
                                           options_.output.if_exists());
     if (!builder.ok()) return builder.status();
-    // The dequantized tensors come first, then the copied ones.
-    uint64_t order = 0;
     std::vector<size_t> places;
-    for (const QuantizedTensor& tensor : tensors_) {
-      const absl::StatusOr<size_t> place = (*builder)->Reserve(
-          order++, tensor.name, DtypeOf(tensor.element_type), tensor.shape);
-      if (!place.ok()) return place.status();
-      places.push_back(*place);
-    }
-    std::vector<std::pair<const files::FileTensor*, size_t>> copies;
-    for (const files::FileTensor& tensor : input.tensors()) {
-      if (consumed_.contains(tensor.name)) continue;
+    const auto reserve = [&](const std::string& name, files::Dtype dtype,
+                             const std::vector<int64_t>& shape) {
       const absl::StatusOr<size_t> place =
-          (*builder)->Reserve(order++, tensor.name, tensor.dtype, tensor.shape);
-      if (!place.ok()) return place.status();
-      copies.emplace_back(&tensor, *place);
+          (*builder)->Reserve(places.size(), name, dtype, shape);
+      if (place.ok()) places.push_back(*place);
+      return place.status();
+    };
+    absl::Status status;
+    for (const QuantizedTensor& tensor : tensors_) {
+      status.Update(
+          reserve(tensor.name, DtypeOf(tensor.element_type), tensor.shape));
     }
-    absl::Status status = PlaceWithMetadata(input, builder->get());
-    if (status.ok()) {
-      status = DequantizeAll(places, connections, builder->get());
+    for (const LocalTensor& local : local_) {
+      status.Update(
+          reserve(local.outcome.name, local.dtype, local.outcome.shape));
+    }
+    if (!status.ok()) return status;
+    for (const auto& [key, value] : metadata) {
+      (*builder)->SetMetadata(key, value);
+    }
+    const absl::StatusOr<uint64_t> header_bytes =
+        (*builder)->HeaderBytes(metadata);
+    if (!header_bytes.ok()) return header_bytes.status();
+    status = (*builder)->PlaceAll(*header_bytes);
+    Progress progress(TotalBytes(), !session_.quiet);
+    if (status.ok() && server != nullptr) {
+      status = DequantizeAll(places, *server, builder->get(), &progress);
     }
     if (!status.ok()) return status;
     if (AnyFailed() && !options_.keep_going) return absl::OkStatus();
     for (size_t i = 0; i < tensors_.size(); ++i) {
       if (!outcomes_[i].status.ok()) (*builder)->Drop(places[i]);
     }
-    for (const auto& [tensor, place] : copies) {
-      status = (*builder)->Write(place, 0, tensor->data);
+    for (size_t i = 0; i < local_.size(); ++i) {
+      const size_t place = places[tensors_.size() + i];
+      status = Produce(local_[i], [&](uint64_t offset_bytes,
+                                      absl::Span<const uint8_t> bytes) {
+        return (*builder)->Write(place, offset_bytes, bytes);
+      });
       if (!status.ok()) return status;
-      outcomes_.push_back({tensor->name, tensor->shape,
-                           std::string(DtypeName(tensor->dtype)), "copied",
-                           tensor->data.size(), tensor->data.size(),
-                           absl::OkStatus(), ""});
+      if (!local_[i].is_copy) {
+        progress.Add(local_[i].outcome.input_bytes, local_[i].outcome.name);
+      }
     }
     status = (*builder)->Finish().status();
     is_written_ = status.ok();
     return status;
+  }
+
+  // Of all tensors but for those that are copied.
+  uint64_t TotalBytes() const {
+    uint64_t size = 0;
+    for (const QuantizedTensor& tensor : tensors_) size += tensor.codes.size();
+    for (const LocalTensor& local : local_) {
+      size += local.is_copy ? 0 : local.outcome.input_bytes;
+    }
+    return size;
+  }
+
+  // Gives the elements to `write`, and adds the outcome.
+  absl::Status Produce(const LocalTensor& local, const Sink& write) {
+    ElementCounter infinities = InfinityCounter(local.dtype);
+    const absl::Status status = local.produce(
+        [&](uint64_t offset_bytes, absl::Span<const uint8_t> bytes) {
+          if (!local.is_copy) infinities.Add(offset_bytes, bytes);
+          return write(offset_bytes, bytes);
+        });
+    outcomes_.push_back(local.outcome);
+    outcomes_.back().infinity_count = infinities.count();
+    return status;
+  }
+
+  // Writes the only tensor.
+  absl::Status WriteNpy(const jobs::Connections* server) {
+    const size_t count = tensors_.size() + local_.size();
+    if (count != 1) {
+      return files::FileUnsupportedError(
+          options_.output.path,
+          absl::StrCat(".npy holds one tensor, the file has ", count));
+    }
+    const auto write = [this](files::Dtype dtype,
+                              absl::Span<const uint8_t> elements) {
+      const absl::Status status =
+          files::WriteNpy(options_.output.path, options_.output.if_exists(),
+                          dtype, outcomes_[0].shape, elements)
+              .status();
+      is_written_ = status.ok();
+      return status;
+    };
+    if (server != nullptr) {
+      const std::shared_ptr<const void> hold = tensors_[0].Hold();
+      const absl::StatusOr<DequantizeResult> result =
+          server->first()->Dequantize(MakeJob(tensors_[0]));
+      if (!result.ok()) return result.status();
+      const files::Dtype dtype = DtypeOf(tensors_[0].element_type);
+      outcomes_.push_back(OutcomeOf(tensors_[0], result));
+      outcomes_[0].infinity_count =
+          files::CountInfinities(dtype, result->elements);
+      return write(dtype, result->elements);
+    }
+    if (local_[0].is_copy) {
+      return files::FileUnsupportedError(
+          options_.input, "expected a quantized tensor, got a plain one");
+    }
+    std::vector<uint8_t> elements;
+    const absl::Status status =
+        Produce(local_[0], [&elements](uint64_t /*offset_bytes*/,
+                                       absl::Span<const uint8_t> bytes) {
+          elements.insert(elements.end(), bytes.begin(), bytes.end());
+          return absl::OkStatus();
+        });
+    return status.ok() ? write(local_[0].dtype, elements) : status;
   }
 
   absl::Status ReadAll(const TensorInput& input) {
@@ -525,6 +509,7 @@ class Dequantizer {
     }
     for (const files::CodedTensor& tensor : coded_) {
       consumed_.insert(tensor.parts.begin(), tensor.parts.end());
+      local_.push_back(LocalOf(input, tensor));
     }
     const files::FileTensor* const codes =
         consumed_.empty() ? FindCodes(input) : nullptr;
@@ -588,53 +573,12 @@ class Dequantizer {
     return job;
   }
 
-  // Checks that the output is one tensor.
-  absl::Status CheckSingle(const TensorInput& input,
-                           size_t quantized_count) const {
-    const auto is_copied = [this](const files::FileTensor& tensor) {
-      return !consumed_.contains(tensor.name);
-    };
-    const size_t count =
-        quantized_count +
-        static_cast<size_t>(std::count_if(input.tensors().begin(),
-                                          input.tensors().end(), is_copied));
-    if (count == 1) return absl::OkStatus();
-    return files::FileUnsupportedError(
-        options_.output.path,
-        absl::StrCat(".npy holds one tensor, the file has ", count));
-  }
-
-  absl::Status WriteOneNpy(const TensorInput& input, Client* client) {
-    absl::Status single = CheckSingle(input, tensors_.size());
-    if (!single.ok()) return single;
-    const QuantizedTensor& tensor = tensors_[0];
-    const std::shared_ptr<const void> hold = tensor.Hold();
-    const absl::StatusOr<DequantizeResult> result =
-        client->Dequantize(MakeJob(tensor));
-    if (!result.ok()) return result.status();
-    DequantizeOutcome& outcome =
-        outcomes_.emplace_back(OutcomeOf(tensor, result));
-    outcome.infinity_count =
-        files::CountInfinities(DtypeOf(tensor.element_type), result->elements);
-    const absl::Status status =
-        files::WriteNpy(options_.output.path, options_.output.if_exists(),
-                        DtypeOf(tensor.element_type), tensor.shape,
-                        result->elements)
-            .status();
-    is_written_ = status.ok();
-    return status;
-  }
-
   // Writes the elements of each tensor to its place, as they come.
   absl::Status DequantizeAll(const std::vector<size_t>& places,
                              const jobs::Connections& connections,
-                             files::SafetensorsBuilder* builder) {
-    uint64_t total_bytes = 0;
-    for (const QuantizedTensor& tensor : tensors_) {
-      total_bytes += tensor.codes.size();
-    }
+                             files::SafetensorsBuilder* builder,
+                             Progress* progress) {
     outcomes_.resize(tensors_.size());
-    Progress progress(total_bytes, !session_.quiet);
     absl::Mutex mutex;
     // Keep the codes of the tensors under way in memory.
     std::vector<std::shared_ptr<const void>> holds(tensors_.size());
@@ -661,7 +605,7 @@ class Dequantizer {
       outcomes_[i] = OutcomeOf(tensors_[i], result);
       outcomes_[i].infinity_count = infinities[i].count();
       absl::MutexLock lock(&mutex);
-      progress.Add(tensors_[i].codes.size(), tensors_[i].name);
+      progress->Add(tensors_[i].codes.size(), tensors_[i].name);
       return jobs::EndsJob(result.status()) ? result.status()
                                             : absl::OkStatus();
     };
@@ -759,8 +703,10 @@ class Dequantizer {
   std::string folder_;
   files::Json config_;
   bool is_made_ = false;
-  // Tensors that the server dequantizes, and tensors that are decoded here.
+  // Tensors that the server dequantizes.
   std::vector<QuantizedTensor> tensors_;
+  // All others, and what those that are decoded here are made of.
+  std::vector<LocalTensor> local_;
   std::vector<files::CodedTensor> coded_;
   // Names of codes and what lies beside them: not copied.
   absl::flat_hash_set<std::string> consumed_;

@@ -12,8 +12,6 @@ import numpy as np
 from quantd import (_arrays, _checkpoint, _compressed, _files, _gguf_output,
                     _layout, errors)
 from quantd._files import FileTensor
-from quantd._input_squares import InputSquares
-from quantd._llama_names import llama_name
 from quantd.results import QuantizedTensor
 from quantd.tensor import Array, naming
 
