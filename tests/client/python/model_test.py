@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import quantd
-from quantd import _files
+from quantd import _engine, _files
 
 
 def save_bfloat16(path, tensors, **keywords):
@@ -668,6 +668,23 @@ wait""")
         quantd.quantize_model(tmp_path / "x", tmp_path / "y", "int8",
                               client=client, progress=interrupt)
     assert ended.read_text() == "yes\n"
+
+
+def test_AnEngineThatDoesNotEndIsKilled(engine, tmp_path, client, monkeypatch):
+    monkeypatch.setattr(_engine, "_STOP_S", .1)
+    pid = tmp_path / "pid"
+    engine(f"""trap '' INT TERM
+echo $$ > {pid}
+echo '{{"done_bytes":1,"total_bytes":2}}' > /dev/fd/$progress
+exec sleep 60""")
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        quantd.quantize_model(tmp_path / "x", tmp_path / "y", "int8",
+                              client=client, progress=interrupt)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 def test_WithoutTheEngineItIsSaidWhatIsMissing(tmp_path, client, monkeypatch):

@@ -203,10 +203,11 @@ def _stop(process: subprocess.Popen[bytes], steps: Any) -> None:
     process.terminate()
     try:
         process.wait(_STOP_S)
-    except BaseException:
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
         process.kill()
         process.wait()
-        raise
 
 
 def _above_standard(descriptor: int) -> int:
