@@ -75,6 +75,10 @@ def test_ItIsAnErrorIfNothingIsQuantized(name, tmp_path, client):
     assert (f"nothing is quantized: {target} has all tensors as they were"
             in str(caught.value))
     assert target.exists()
+    # What is left as it is unless somebody names it is told.
+    quantd.save(tmp_path / "head", {"w": np.ones((64, 256), np.float32)})
+    with pytest.raises(quantd.QuantdError, match="unless specs name them: w"):
+        quantd.quantize_model(tmp_path / "head", tmp_path / "x.gguf", "q4_0")
     # A part alone may have nothing to do.
     quantd.quantize_model(source, tmp_path / "c", "int8", client=client,
                           part="0/2")

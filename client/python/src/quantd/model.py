@@ -22,6 +22,8 @@ from quantd.files import Path
 from quantd.results import OutputNoise
 from quantd.tensor import TensorName
 
+_MOST_NAMES = 10
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelTensor(Tabular):
@@ -252,9 +254,12 @@ def _quantize(
             "keep_going leaves such tensors as they are")
     if part is None and not failed and not any(
             tensor.format for tensor in tensors):
+        ignored = document["ignored"]
         raise errors.argument_invalid(
             f"nothing is quantized: {os.fsdecode(target)} has all tensors as "
-            "they were", "specs")
+            "they were" + (
+                "; left as they are unless specs name them: " +
+                ", ".join(ignored[:_MOST_NAMES]) if ignored else ""), "specs")
     for text in told:
         warnings.warn(f"quantd: {text}", RuntimeWarning, stacklevel=3)
     return QuantizedModel(
