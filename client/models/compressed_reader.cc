@@ -26,6 +26,7 @@ namespace quantd {
 namespace {
 
 constexpr absl::string_view kScale = ".weight_scale";
+constexpr absl::string_view kPacked = ".weight_packed";
 
 // Gives what says how the cache is quantized to the projections that fill
 // it. Where these are not quantized it goes to any tensor: it must leave the
@@ -91,6 +92,15 @@ absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressedModules(
   for (const files::FileTensor& tensor : input.tensors()) {
     absl::string_view module = tensor.name;
     if (absl::ConsumeSuffix(&module, kScale)) schemes[module] = nullptr;
+  }
+  for (const files::FileTensor& tensor : input.tensors()) {
+    absl::string_view module = tensor.name;
+    if (absl::ConsumeSuffix(&module, kPacked) &&
+        schemes.find(module) == schemes.end()) {
+      return files::FileUnsupportedError(
+          path, absl::StrCat("tensor ", files::QuotedName(tensor.name),
+                             " is quantized in a way that is not read"));
+    }
   }
   const absl::Status status = MatchTargets(config, config_path, &schemes);
   if (!status.ok()) return status;

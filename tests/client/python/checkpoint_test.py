@@ -960,6 +960,13 @@ def check_requantized(folder, tmp_path, quantctl):
      {"quantization_config": {"quant_method": "compressed-tensors",
                               "format": "marlin-24"}}, "FILE_UNSUPPORTED",
      "is quantized in a way that is not read"),
+    # Beside a module that is read.
+    ({"a.weight_packed": np.zeros((4, 4), np.int32),
+      "a.scale_packed": np.ones((4, 1), np.float16),
+      "c.weight": np.ones((4, 32), np.int8),
+      "c.weight_scale": np.ones((4, 1), np.float32)},
+     scheme(type="int", num_bits=8, strategy="channel"), "FILE_UNSUPPORTED",
+     "is quantized in a way that is not read"),
     ({"a.Qidxs": As("I16", np.zeros((4, 4), np.int16)),
       "a.SU": np.ones(4, np.float32)}, {"quip_params": {}}, "FILE_UNSUPPORTED",
      "is quantized in a way that is not read")])
