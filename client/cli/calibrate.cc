@@ -73,24 +73,7 @@ v1::Contribution MakeContribution(const CalibrateOptions& options,
   if (options.averaging_constant.has_value()) {
     contribution.set_averaging_constant(*options.averaging_constant);
   }
-  switch (granularity.kind) {
-    case Granularity::Kind::kDefault:
-    case Granularity::Kind::kPerTensor:
-      break;
-    case Granularity::Kind::kPerChannel:
-      contribution.mutable_granularity()->set_axis(
-          static_cast<int32_t>(granularity.axis));
-      break;
-    case Granularity::Kind::kGroup:
-      contribution.mutable_granularity()->set_axis(
-          static_cast<int32_t>(granularity.axis));
-      contribution.mutable_granularity()->set_group_size(granularity.group);
-      break;
-    case Granularity::Kind::kBlockSize:
-      for (const int64_t size : granularity.block_size) {
-        contribution.add_block_size(size);
-      }
-  }
+  SetGranularity(granularity, &contribution);
   return contribution;
 }
 

@@ -372,32 +372,15 @@ absl::StatusOr<EncodingSpec> SpecTemplate::SpecOf(
 
 absl::StatusOr<EncodingSpec> SpecTemplate::SpecOfAny() const {
   EncodingSpec result = spec;
-  switch (granularity.kind) {
-    case Granularity::Kind::kDefault:
-      break;
-    case Granularity::Kind::kPerTensor: {
-      const absl::StatusOr<FormatInfo> format = GetFormatInfo(spec.format());
-      if (format.ok() && format->default_group != 0) {
-        return ArgumentInvalidError(absl::StrCat(
-            FormatName(spec.format()),
-            " comes in blocks; per-tensor needs the shape of the tensor"));
-      }
-      break;
+  if (granularity.kind == Granularity::Kind::kPerTensor) {
+    const absl::StatusOr<FormatInfo> format = GetFormatInfo(spec.format());
+    if (format.ok() && format->default_group != 0) {
+      return ArgumentInvalidError(absl::StrCat(
+          FormatName(spec.format()),
+          " comes in blocks; per-tensor needs the shape of the tensor"));
     }
-    case Granularity::Kind::kPerChannel:
-      result.mutable_granularity()->set_axis(
-          static_cast<int32_t>(granularity.axis));
-      break;
-    case Granularity::Kind::kGroup:
-      result.mutable_granularity()->set_axis(
-          static_cast<int32_t>(granularity.axis));
-      result.mutable_granularity()->set_group_size(granularity.group);
-      break;
-    case Granularity::Kind::kBlockSize:
-      for (const int64_t size : granularity.block_size) {
-        result.add_block_size(size);
-      }
   }
+  SetGranularity(granularity, &result);
   return result;
 }
 

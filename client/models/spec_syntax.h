@@ -46,6 +46,30 @@ absl::StatusOr<Granularity> ParseBlockSize(absl::string_view text);
 absl::StatusOr<std::vector<int64_t>> BlockSizeOf(
     const Granularity& granularity, absl::Span<const int64_t> shape);
 
+// Sets what a message for tensors of any shape, an EncodingSpec or a
+// Contribution, says of the granularity; nothing for per tensor or the default.
+template <typename Message>
+void SetGranularity(const Granularity& granularity, Message* message) {
+  switch (granularity.kind) {
+    case Granularity::Kind::kDefault:
+    case Granularity::Kind::kPerTensor:
+      break;
+    case Granularity::Kind::kPerChannel:
+      message->mutable_granularity()->set_axis(
+          static_cast<int32_t>(granularity.axis));
+      break;
+    case Granularity::Kind::kGroup:
+      message->mutable_granularity()->set_axis(
+          static_cast<int32_t>(granularity.axis));
+      message->mutable_granularity()->set_group_size(granularity.group);
+      break;
+    case Granularity::Kind::kBlockSize:
+      for (const int64_t size : granularity.block_size) {
+        message->add_block_size(size);
+      }
+  }
+}
+
 // Names to offer for what the functions take.
 std::vector<std::string> FormatNames();
 // FormatNames in one line, with plain integers put together: "int2 to int16,
