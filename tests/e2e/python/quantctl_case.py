@@ -97,3 +97,14 @@ class QuantctlCase(unittest.TestCase):
             self.assertEqual(fields(document) - documented_fields(), set(),
                              command)
         return document
+
+    def encoding(self, model, tensor):
+        """The stored one."""
+        return self.json("encodings", "get", tensor, "--model",
+                         model)["encoding"]
+
+    def write_json(self, name, document):
+        """The path of a file that has the document."""
+        with open(self.path(name), "w", encoding="utf-8") as file:
+            json.dump(document, file)
+        return self.path(name)

@@ -100,9 +100,6 @@ class FilesCase(QuantctlCase):
             file.write(data)
         return self.path(name)
 
-    def write_json(self, name, document):
-        return self.write(name, json.dumps(document).encode())
-
     def digests(self, name):
         """Of a file, or of all files of a folder."""
         path = self.path(name)

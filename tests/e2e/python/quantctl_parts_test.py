@@ -357,7 +357,7 @@ class StoredTest(PartsCase):
         folder = self.write_folder()
         flags = ("--spec", "int4:group:32", "--spec", "*1.weight=nvfp4")
         self.store(folder, "whole", *flags)
-        expected = {name: self.encoding(name) for name in self.etags()}
+        expected = self.encodings()
         # More parts than shards, and whole shards.
         for count, lost in ((9, 4), (2, 1), (2, 2)):
             with self.subTest(count=count, lost=lost):
@@ -369,14 +369,11 @@ class StoredTest(PartsCase):
                     if part + 1 == lost:
                         self.drop_drafts()
                 self.store(folder, out, *flags, "--join")
-                self.assertEqual(
-                    {name: self.encoding(name) for name in self.etags()},
-                    expected)
+                self.assertEqual(self.encodings(), expected)
                 self.assertEqual(self.revisions(), ["main"])
 
-    def encoding(self, name):
-        return self.json("encodings", "get", name, "--model",
-                         self.id())["encoding"]
+    def encodings(self):
+        return {name: self.encoding(self.id(), name) for name in self.etags()}
 
     def test_CompressedShardsWithoutEncodingsAreDoneAgain(self):
         folder = self.write_folder()

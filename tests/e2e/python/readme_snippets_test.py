@@ -149,25 +149,30 @@ class ReadmeSnippetsTest(unittest.TestCase):
             self.assertIn("1 encodings of aimet-1.0.0", output)
 
             if importlib.util.find_spec("torch"):
-                output = run_python("quantd.torch.load_into")
+                # All in one process: importing torch takes a second.
+                texts = [self.at_server(snippet("python", containing))
+                         for containing in (
+                             "quantd.torch.load_into",
+                             "quantd.torch.quantize_",
+                             "quantd.torch.output_weights",
+                             "quantd.torch.FakeQuantize",
+                             'model_name="acme/trained"', "acme/gram")]
+                output = run(python, "-c", f"for text in {texts!r}:\n"
+                             "    exec(text, {})", cwd=elsewhere,
+                             env=with_engine)
                 self.assertIn("('0.weight', '2.weight') torch.bfloat16",
                               output)
-                output = run_python("quantd.torch.quantize_")
                 self.assertRegex(output, r"0.weight int4 \d+\.\d dB\n"
                                  r"2.weight int8 \d+\.\d dB\n"
-                                 r"largest change 0\.\d+")
-                output = run_python("quantd.torch.output_weights")
+                                 r"largest change 0\.\d+\n")
                 self.assertRegex(output, r"'0.weight': 'int\d")
-                output = run_python("quantd.torch.FakeQuantize")
                 self.assertIn("Encoding('int4', scale=<float32 of (32, 1)>",
                               output)
-                output = run_python('model_name="acme/trained"')
                 self.assertIn("{'0.input': 20, '2.input': 20}", output)
                 self.assertRegex(output, r"2.input uint8 \d+\.\d dB expected")
                 self.assertTrue(os.path.exists(
                     os.path.join(elsewhere, "report.html")))
-                output = run_python("acme/gram")
-                self.assertRegex(output, r"largest change \d+\.\d{3}")
+                self.assertRegex(output, r"largest change \d+\.\d{3}\n$")
             output = run_python("acme/edge")
             self.assertRegex(output, r"1048576 \d+ bytes")
             output = run_python("acme/weighed")
