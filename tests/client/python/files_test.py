@@ -442,6 +442,22 @@ def test_TorchComesBackAsTorch(tmp_path, client):
     assert torch.equal(file["q"].dequantize(), quantized.dequantize())
     assert quantd.load(path)["t"].dtype == np.uint16
     assert quantd.load(path).info("t").dtype == "BF16"
+    # Never as integers that save() would take for such.
+    quantd.save(path, {"x": np.arange(6, dtype=np.uint8)}, overwrite=True,
+                element_types={"x": "float8_e8m0fnu"})
+    file = quantd.load(path, as_torch=True)
+    if hasattr(torch, "float8_e8m0fnu"):
+        assert file["x"].dtype == torch.float8_e8m0fnu
+        assert raised(client.quantize, file["x"], "int8") == "ARGUMENT_INVALID"
+        again = tmp_path / "again.safetensors"
+        quantd.save(again, {"x": file["x"]})
+        assert again.read_bytes() == path.read_bytes()
+    else:
+        assert raised(lambda: file["x"]) == "ARGUMENT_INVALID"
+    text = b'{"x":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}   '
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"12")
+    file = quantd.load(path, as_torch=True)
+    assert raised(lambda: file["x"]) == "FILE_UNSUPPORTED"
     # Data that do not begin where torch can take them.
     text = b'{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     text += b" " * (-len(text) % 4 + 1)

@@ -14,6 +14,8 @@ from quantd.tensor import ELEMENT_DTYPES, ELEMENT_TYPES, Array, format_info
 
 # Metadata of dtypes.
 _DTYPE = "quantd.dtype"
+# Elements that numpy has as uint8, and torch from 2.1 or 2.7 on as they are.
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,10 +67,19 @@ def is_torch(array: Any) -> bool:
 
 
 def to_torch(array: Array, element_type: str = "") -> Any:
-    """A tensor of torch, of the same memory; bits of bfloat16 become elements
-    of it. Other uint16 are copied into int32, uint32 and uint64 into int64:
-    torch does little with them, and before 2.3 has none."""
+    """A tensor of torch, of the same memory; bits of bfloat16 and float8 become
+    elements of it. Other uint16 are copied into int32, uint32 and uint64 into
+    int64: torch does little with them, and before 2.3 has none.
+
+    Raises: ARGUMENT_INVALID for float8 that this torch does not have.
+    """
     torch = sys.modules["torch"]
+    if element_type in _FLOAT8:
+        if not hasattr(torch, element_type):
+            raise errors.argument_invalid(
+                f"torch {torch.__version__} has no {element_type}: load it "
+                "without as_torch", "as_torch")
+        return torch.from_numpy(array).view(getattr(torch, element_type))
     if element_type == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     if array.dtype == np.uint16:
@@ -91,6 +102,9 @@ def to_numpy(array: Any) -> tuple[Array, Optional[str]]:
             if tensor.dtype == torch.bfloat16:
                 return tensor.view(torch.int16).numpy().view(np.uint16), (
                     "bfloat16")
+            name = str(tensor.dtype).partition(".")[2]
+            if name in _FLOAT8:
+                return tensor.view(torch.uint8).numpy(), name
             return tensor.numpy(), None
         array = np.asarray(array)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -115,7 +129,7 @@ def reals(array: Any, element_type: Optional[str] = None) -> Reals:
     if found not in ELEMENT_DTYPES:
         raise errors.argument_invalid(
             f"expected elements of {', '.join(ELEMENT_DTYPES)}, got "
-            f"{array.dtype} (bfloat16 is uint16 with element_type='bfloat16')",
+            f"{found} (bfloat16 is uint16 with element_type='bfloat16')",
             "array")
     if element_type not in (None, found):
         raise errors.argument_invalid(

@@ -25,6 +25,7 @@ _NOT_OF_NUMPY = ("F4", "F6_", "F8", "BF")
 _SAVED_AS = {**_files.DTYPE_OF_ELEMENTS, "uint16": "U16", "uint8": "U8",
              "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
              "float8_e8m0fnu": "F8_E8M0"}
+_ELEMENTS_OF = {dtype: name for name, dtype in _SAVED_AS.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +50,12 @@ class TensorFile(Mapping[str, FileValue]):
 
     Reading a name gives a QuantizedTensor, or an array: memory of the file,
     read from it when it is first used, and not to be written; if the file is
-    cut short before, the system ends the process. Tensors of torch are copies.
-    bfloat16 is uint16, float8 uint8 (info() has the type); save() and others
-    take these arrays, their slices and copies for what they are. Of what numpy
-    makes of them otherwise, as with astype(), view() or np.stack, save() wants
-    to be told what it is. Floats below a byte are bytes, which it refuses.
+    cut short before, the system ends the process. Tensors of torch are copies,
+    with the element types that torch has. In numpy bfloat16 is uint16, float8
+    uint8 (info() has the type); save() and others take these arrays, their
+    slices and copies for what they are. Of what numpy makes of them otherwise,
+    as with astype(), view() or np.stack, save() wants to be told what it is.
+    Floats below a byte are bytes, which it refuses.
     A file that is replaced while it is open stays readable as it was; of one
     that was changed in its place names are not read any more (FILE_CHANGED).
     """
@@ -137,7 +139,11 @@ class TensorFile(Mapping[str, FileValue]):
 
     def _plain(self, tensor: FileTensor) -> Any:
         if self._as_torch:
-            return _arrays.to_torch(tensor.array(), tensor.element_type or "")
+            if tensor.dtype in _files.PACKED_BITS:
+                raise _files.unsupported(
+                    self.path, f"torch has no elements of {tensor.dtype}")
+            return _arrays.to_torch(tensor.array(),
+                                    _ELEMENTS_OF.get(tensor.dtype, ""))
         array = tensor.mapped()
         if tensor.dtype.startswith((*_NOT_OF_NUMPY, "U16")):
             array = _arrays.named(array, tensor.dtype)
