@@ -71,12 +71,16 @@ class Output {
 
   absl::Status Write(QuantizeServer* server, QuantizeFolder* folder,
                      JobProgress* progress) {
-    files::IfExists if_exists =
-        target_.part.has_value() ? target_.if_exists : shard_.if_exists;
-    // Since the plan was made.
-    if (IsWrittenElsewhere()) if_exists = files::IfExists::kReplace;
     absl::StatusOr<std::unique_ptr<files::SafetensorsBuilder>> builder =
-        files::SafetensorsBuilder::Create(target_.path, if_exists);
+        files::SafetensorsBuilder::Create(target_.path, target_.part.has_value()
+                                                            ? target_.if_exists
+                                                            : shard_.if_exists);
+    // Since the plan was made.
+    if (ErrorReason(builder.status()) == "FILE_EXISTS" &&
+        IsWrittenElsewhere()) {
+      builder = files::SafetensorsBuilder::Create(target_.path,
+                                                  files::IfExists::kReplace);
+    }
     if (!builder.ok()) return builder.status();
     builder_ = *std::move(builder);
     absl::Status status = Reserve();
