@@ -70,8 +70,7 @@ struct DequantizeOptions {
   std::string input;
   jobs::OutputOptions output;
   bool keep_going = false;
-  // On the machine of the server one keeps it busy.
-  StreamsOption streams = {1};
+  StreamsOption streams;
 };
 
 struct DequantizeOutcome {

@@ -68,7 +68,7 @@ struct EvaluateOptions {
   // The file of --importance.
   std::string importance;
   // On the machine of the server one keeps it busy.
-  StreamsOption streams = {1};
+  StreamsOption streams;
 };
 
 // The stored inputs that weights have, by weight.

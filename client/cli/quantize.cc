@@ -37,7 +37,7 @@ struct QuantizeCommand {
   std::string layout = "quantd";
   std::string part;
   std::vector<std::string> ignore;
-  StreamsOption streams = {2};
+  StreamsOption streams;
 };
 
 std::vector<std::string> SchemeNames() {

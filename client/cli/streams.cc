@@ -11,9 +11,9 @@ void StreamsOption::AddOption(Command* command) {
   command
       ->AddOption("--streams", &count, "N",
                   "Tensors under way at once, each over a connection of its "
-                  "own")
-      ->Between(1, jobs::kMostConnections)
-      ->ShowDefault();
+                  "own. Default: as many as the server has threads for a "
+                  "caller, 2 to 16")
+      ->Between(1, jobs::kMostConnections);
 }
 
 absl::StatusOr<jobs::Connections> StreamsOption::Connect(

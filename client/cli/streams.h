@@ -3,6 +3,8 @@
 #ifndef QUANTD_CLIENT_CLI_STREAMS_H_
 #define QUANTD_CLIENT_CLI_STREAMS_H_
 
+#include <optional>
+
 #include "absl/status/statusor.h"
 #include "client/cli/command_line.h"
 #include "client/cli/session.h"
@@ -12,8 +14,7 @@
 namespace quantd::cli {
 
 struct StreamsOption {
-  // The default, where the command line says nothing else.
-  int count;
+  std::optional<int> count;
 
   void AddOption(Command* command);
   // Errors: of Session::Connect.

@@ -52,7 +52,7 @@ absl::Status FailureOf(const QuantizeOptions& options,
 absl::StatusOr<QuantizedModel> QuantizeModel(const QuantizeOptions& options,
                                              const ClientOptions& client,
                                              const JobEvents& events,
-                                             int streams) {
+                                             std::optional<int> streams) {
   QuantizeRun run(
       options, client.target,
       [&client, streams] {

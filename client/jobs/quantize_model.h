@@ -4,6 +4,7 @@
 #define QUANTD_CLIENT_JOBS_QUANTIZE_MODEL_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -83,10 +84,12 @@ struct QuantizedModel {
 
 // Quantizes the tensors of a file, or of the folder of a model, into another,
 // and copies the others, with the bytes that `quantctl quantize` writes. A
-// model may be larger than memory: only the tensors under way are in it. Calls
-// the server over `streams` connections at once, 1 to 64. A folder keeps
-// finished shards after an error, and the next call with the same options goes
-// on from there. Texts name the options of quantctl.
+// model may be larger than memory: only the tensors under way are in it. A
+// folder keeps finished shards after an error, and the next call with the same
+// options goes on from there. Texts name the options of quantctl.
+//
+// `streams`  connections to the server, each for a tensor under way, 1 to 64;
+//            nothing: as many as the server has threads for a caller, 2 to 16.
 //
 // An input that is cut short while it is read ends the process with SIGBUS,
 // unless it has called files::ExplainCutFiles. Any file that the process reads
@@ -98,7 +101,7 @@ struct QuantizedModel {
 absl::StatusOr<QuantizedModel> QuantizeModel(const QuantizeOptions& options,
                                              const ClientOptions& client,
                                              const JobEvents& events = {},
-                                             int streams = 2);
+                                             std::optional<int> streams = {});
 
 }  // namespace quantd::jobs
 

@@ -106,6 +106,7 @@ absl::Status QuantizeRun::Prepare() {
       connections_.has_value() ? connections_->first() : nullptr, events_);
   if (!plan.ok()) return plan.status();
   plan_ = *std::move(plan);
+  events_.Step();
   return IsDoable() && NeedsServer() ? ConnectOnce() : absl::OkStatus();
 }
 
@@ -162,7 +163,6 @@ absl::Status QuantizeRun::WriteFiles() {
   QuantizeFolder folder(options_, plan_, events_);
   absl::Status status = folder.Make();
   if (!status.ok()) return status;
-  events_.Step();
   bool is_written = false;
   status = WriteTargets(&folder, &is_written);
   if (!status.ok() || !is_written) {

@@ -18,7 +18,8 @@
 namespace quantd::internal {
 namespace {
 
-// Limits of one stream: what it sends before it has the first result.
+// Limits of one stream: what it sends before it has the first result. It takes
+// no more than is left for each of the others, so that all end together.
 constexpr uint64_t kMostBytesAhead = uint64_t{32} << 20;
 constexpr size_t kMostTensorsAhead = 64;
 
@@ -51,6 +52,8 @@ absl::Status TensorEngine<Job, Result>::Run(const Work& work) {
     absl::MutexLock lock(&mutex_);
     next_ = 0;
     under_way_bytes_ = 0;
+    left_bytes_ = 0;
+    for (size_t i = 0; i < work.count; ++i) left_bytes_ += SizeOf(work, i);
     status_ = absl::OkStatus();
   }
   std::vector<std::thread> threads;
@@ -75,12 +78,16 @@ bool TensorEngine<Job, Result>::Claim(const Work& work, uint64_t ahead_bytes,
   };
   // A lane that has something under way makes room itself.
   if (ahead_bytes == 0) mutex_.Await(absl::Condition(&has_room));
+  const uint64_t most_ahead =
+      lanes_.size() == 1
+          ? kMostBytesAhead
+          : std::min(kMostBytesAhead, left_bytes_ / (lanes_.size() - 1));
   if (!status_.ok() || next_ == work.count || !has_room() ||
-      (ahead_bytes > 0 &&
-       ahead_bytes + SizeOf(work, next_) > kMostBytesAhead)) {
+      (ahead_bytes > 0 && ahead_bytes + SizeOf(work, next_) > most_ahead)) {
     return false;
   }
   under_way_bytes_ += SizeOf(work, next_);
+  left_bytes_ -= SizeOf(work, next_);
   *index = next_++;
   return true;
 }

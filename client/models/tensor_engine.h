@@ -75,6 +75,8 @@ class TensorEngine {
   size_t next_ ABSL_GUARDED_BY(mutex_) = 0;
   // Bytes under way in all lanes.
   uint64_t under_way_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  // Bytes of the tensors that no lane has taken.
+  uint64_t left_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
 };
 

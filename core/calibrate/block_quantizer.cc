@@ -16,6 +16,7 @@
 #include "core/calibrate/block_search.h"
 #include "core/calibrate/calibrate.h"
 #include "core/calibrate/range_finder.h"
+#include "core/calibrate/scale_indices.h"
 #include "core/calibrate/search_time.h"
 #include "core/formats/number_format.h"
 #include "core/parallel/stop_token.h"
@@ -427,6 +428,7 @@ HWY_EXPORT(QuantizeGroups);
 constexpr int64_t kFarElements = 128 * 1024;
 // Elements of a task, about; and of a part of one that fits the L1 cache.
 constexpr int64_t kTaskElements = 64 * 1024;
+constexpr int64_t kLeastTaskElements = 16 * 1024;
 constexpr int64_t kTileElements = 8 * 1024;
 
 // The smallest multiple of `unit` that is at least `count`.
@@ -565,7 +567,10 @@ absl::Status BlockQuantizer::Add(int64_t first, int64_t count,
     encoding_.scale_code.resize(scale_count);
   }
   if (has_row_blocks_) {
-    const int64_t task_elements = RoundUp(kTaskElements, granule_);
+    const int64_t task_elements =
+        RoundUp(std::clamp(count / (2 * LaneCount(pool)), kLeastTaskElements,
+                           kTaskElements),
+                granule_);
     const int64_t tasks = (count + task_elements - 1) / task_elements;
     std::vector<Outcome> outcomes(static_cast<size_t>(tasks));
     const auto run_task = [&](int64_t task) {

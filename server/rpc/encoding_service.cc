@@ -475,7 +475,7 @@ absl::Status DeleteStatistics(const UnaryContext& context,
   return status;
 }
 
-absl::Status GetServerInfo(const UnaryContext& /*context*/,
+absl::Status GetServerInfo(const UnaryContext& context,
                            const v1::GetServerInfoRequest& /*request*/,
                            v1::GetServerInfoResponse* response) {
   response->set_version(QUANTD_VERSION);
@@ -484,6 +484,7 @@ absl::Status GetServerInfo(const UnaryContext& /*context*/,
   for (std::string& target : core::AvailableSimdTargets()) {
     response->add_available_simd_targets(std::move(target));
   }
+  response->set_thread_count(context.env.pool->thread_count());
   return absl::OkStatus();
 }
 

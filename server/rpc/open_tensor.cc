@@ -118,11 +118,19 @@ absl::Status OpenTensor::Feed(const std::shared_ptr<const Region>& region,
   job_->BeginQuantum(reader_->position_bytes(), bytes, out);
   // Not kept: there are as many as workers, and not as streams.
   PrivateCopy copy;
+  std::vector<uint8_t> joined;
   const int64_t end_bytes = reader_->position_bytes() + bytes;
   while (reader_->position_bytes() < end_bytes) {
-    const int64_t offset_bytes = reader_->position_bytes();
-    const absl::Span<const uint8_t> data =
-        reader_->Next(end_bytes - offset_bytes);
+    int64_t offset_bytes = reader_->position_bytes();
+    absl::Span<const uint8_t> data = reader_->Next(end_bytes - offset_bytes);
+    if (job_->frame().joins_quantum &&
+        static_cast<int64_t>(data.size()) < bytes) {
+      joined.reserve(static_cast<size_t>(bytes));
+      joined.insert(joined.end(), data.begin(), data.end());
+      if (static_cast<int64_t>(joined.size()) < bytes) continue;
+      offset_bytes = end_bytes - bytes;
+      data = joined;
+    }
     absl::Status status =
         region == nullptr
             ? job_->Feed(offset_bytes, data)

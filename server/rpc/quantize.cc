@@ -229,12 +229,19 @@ constexpr int64_t kMaxGranuleBytes = 64 << 10;
 // held.
 constexpr int64_t kMaxBandBytes = int64_t{64} << 20;
 
+// Threads that search the blocks of one quantum, if they have nothing else to
+// do: when they have, one does the work of all, and others of the caller wait.
+constexpr int kMostSearchThreads = 8;
+
 // Reals of a quantum where scales are found as they come, of at most `bytes`
 // and at least a granule.
-int64_t LocalQuantumBytes(const ResolvedSpec& spec, int64_t granule_bytes,
-                          int64_t real_bytes, int64_t bytes) {
+int64_t LocalQuantumBytes(const RpcEnvironment& env, const ResolvedSpec& spec,
+                          int64_t granule_bytes, int64_t real_bytes,
+                          int64_t bytes) {
   if (core::NeedsHistograms(spec.spec)) {
-    bytes = std::min(bytes, SearchQuantumElements(spec) * real_bytes);
+    bytes = std::min(
+        bytes, SearchQuantumElements(spec) * real_bytes *
+                   std::min(env.pool->thread_count(), kMostSearchThreads));
   }
   return std::max<int64_t>(1, bytes / granule_bytes) * granule_bytes;
 }
@@ -268,6 +275,7 @@ class BlockQuantizeJob final : public BufferedQuantizeJob {
         encoding_(quantizer_->encoding()) {
     frame_.granule_bytes = quantizer_->granule() * geometry_.real_bytes;
     frame_.quantum_bytes = quantum_bytes;
+    frame_.joins_quantum = core::NeedsHistograms(spec_->spec);
     feed_search_time_ = LocalSearchTime(*spec_, geometry_.real_bytes,
                                         geometry_.reals_size_bytes());
     core::ReserveScales(spec_->layout->scale_count(),
@@ -356,6 +364,7 @@ class LocalQuantizeJob final : public TensorJob {
     frame_.unit_bytes = geometry_.real_bytes;
     frame_.granule_bytes = quantizer_->granule() * geometry_.real_bytes;
     frame_.quantum_bytes = quantum_bytes;
+    frame_.joins_quantum = core::NeedsHistograms(spec_->spec);
     feed_search_time_ = LocalSearchTime(
         *spec_, geometry_.real_bytes, range.end_bytes() - range.begin_bytes());
     if (task_.store_key.has_value()) {
@@ -683,7 +692,7 @@ class QuantizeRpc final : public TensorRpc {
     // codes.
     if (granule_bytes > kMaxGranuleBytes) bytes += 3 * granule_bytes;
     const int64_t quantum_bytes =
-        LocalQuantumBytes(*spec, granule_bytes, geometry.real_bytes,
+        LocalQuantumBytes(env_, *spec, granule_bytes, geometry.real_bytes,
                           goes_beside ? QuantumRealBytes(env_, task, geometry)
                                       : env_.limits.chunk_bytes);
     bytes += LocalSearchBytes(env_, *spec, quantum_bytes / geometry.real_bytes);

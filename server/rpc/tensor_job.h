@@ -39,6 +39,9 @@ struct TensorFrame {
   int64_t granule_bytes = 1;
   // Most bytes between BeginQuantum and the next; a multiple of granule_bytes.
   int64_t quantum_bytes = 1;
+  // Feed is called once for a quantum, which pays where its blocks are searched
+  // on several threads.
+  bool joins_quantum = false;
 };
 
 // One tensor of one stream, from its header to its summary. Calls come one at a

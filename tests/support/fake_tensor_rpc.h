@@ -74,6 +74,10 @@ class FakeTensorRpc final : public server::TensorRpc {
   FakeTensor tensor;
   std::vector<std::string> headers;
   std::vector<std::string> calls;
+  // Bytes of each call of Feed.
+  std::vector<size_t> fed;
+  // The answer to the last quantum; valid until the next.
+  absl::Span<const uint8_t> made;
 
  private:
   class Job final : public server::TensorJob {
@@ -117,9 +121,11 @@ class FakeTensorRpc final : public server::TensorRpc {
       rpc_->calls.push_back(absl::StrCat("quantum ", offset_bytes, "+", bytes));
       begin_bytes_ = offset_bytes;
       data_ = out->AddData(offset_bytes, bytes);
+      rpc_->made = {data_, static_cast<size_t>(bytes)};
     }
     absl::Status Feed(int64_t offset_bytes,
                       absl::Span<const uint8_t> data) override {
+      rpc_->fed.push_back(data.size());
       std::copy(data.begin(), data.end(), data_ + offset_bytes - begin_bytes_);
       return rpc_->tensor.feed;
     }

@@ -590,14 +590,14 @@ echo '{{"tensors": [], "written": true, "file_bytes": 0}}'""")
                        max_retries=2.7, retry_for=7) as made:
         monkeypatch.chdir("/")
         quantd.quantize_model(tmp_path / "x", "-", client=made, part="0/2",
-                              ignore=[], nan_policy="zero_point")
+                              ignore=[], nan_policy="zero_point", streams=3)
     got = words.read_text().split("\n")
     assert "0" == got[-2]
     for flag in ("--server=other:1", "--tls", f"--tls-ca={tmp_path}/ca",
                  f"--token-file={tmp_path}/token", "--balance",
                  "--timeout=1000000000.000000000", "--retries=2",
                  "--retry-for=7.000000000", "--output=./-", "--ignore=",
-                 "--part=0/2", "--nan-policy=zero-point", "--streams=2",
+                 "--part=0/2", "--nan-policy=zero-point", "--streams=3",
                  str(tmp_path / "x")):
         assert flag in got, flag
     assert not any(word.startswith(("--store", "--no-store", "--spec"))

@@ -418,6 +418,37 @@ class StreamsTest(PartsCase):
         self.assertEqual(self.digests("1.safetensors"),
                          self.digests("8.safetensors"))
 
+    def test_TheServerTellsHowManyStreamsThereAre(self):
+        write_safetensors(self.input, tensors(
+            [f"{n}.weight" for n in range(40)], [64, 512]))
+        peers = set()
+
+        def count(*command):
+            peers.clear()
+            self.run_quantctl("--server", relay.address, *command)
+            return len(peers)
+
+        with Relay(self.server.address) as relay:
+            for rpc in "Quantize", "Dequantize":
+                relay.before[rpc] = lambda context: peers.add(context.peer())
+            # The field that comes last in a message counts.
+            for threads, streams in (1, 2), (5, 5), (100, 16):
+                with self.subTest(threads=threads):
+                    relay.change["GetServerInfo"] = (
+                        lambda message, n=threads: message + bytes([0x28, n]))
+                    out, back = (self.path(f"{kind}{threads}.safetensors")
+                                 for kind in ("out", "back"))
+                    self.assertEqual(count("quantize", self.input, "-o", out),
+                                     streams)
+                    self.assertEqual(count("dequantize", out, "-o", back),
+                                     streams)
+            self.assertEqual(count("quantize", self.input, "-o", out,
+                                   "--force", "--streams", "3"), 3)
+            relay.before["GetServerInfo"] = lambda context: context.abort(
+                grpc.StatusCode.UNIMPLEMENTED, "an older server")
+            self.assertEqual(count("quantize", self.input, "-o", out,
+                                   "--force"), 2)
+
     def test_ManySmallTensors(self):
         self.write_small(100)
         for name, spec in SPECS.items():

@@ -118,6 +118,35 @@ TEST_F(OpenTensorTest, FeedsAQuantumAtATime) {
                                       "quantum 16+4"));
 }
 
+TEST_F(OpenTensorTest, JoinsAQuantumWhereThatPays) {
+  rpc_.tensor.frame.end_bytes = 20;
+  std::vector<uint8_t> bytes(20);
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<uint8_t>(i);
+  for (const bool joins : {false, true}) {
+    rpc_.tensor.frame.joins_quantum = joins;
+    rpc_.fed.clear();
+    Open();
+    ASSERT_TRUE(tensor_->Admit(0, kSmallBytes).ok());
+    ASSERT_TRUE(CheckHeader().ok());
+    envelope_ = RequestEnvelope();
+    const auto all = absl::MakeConstSpan(bytes);
+    envelope_.data = {all.subspan(0, 4), all.subspan(4, 8), all.subspan(12)};
+    envelope_.data_bytes = 20;
+    ASSERT_TRUE(tensor_->Resolve(envelope_, &out_).ok());
+    for (const int64_t end : {8, 16, 20}) {
+      ASSERT_TRUE(Feed().ok());
+      const absl::Span<const uint8_t> made = rpc_.made;
+      EXPECT_EQ(made, all.subspan(end == 20 ? 16 : end - 8, made.size()));
+    }
+    if (joins) {
+      EXPECT_THAT(rpc_.fed, ElementsAre(8, 8, 4));
+    } else {
+      EXPECT_THAT(rpc_.fed, ElementsAre(4, 4, 4, 4, 4));
+    }
+    tensor_->Close(/*ok=*/true);
+  }
+}
+
 TEST_F(OpenTensorTest, WhatIsLightIsServedThoughThereIsNoTime) {
   Overload();
   // A large message is not looked into.

@@ -82,7 +82,8 @@ def quantize_model(
         exclude: Iterable[str] = (), min_rank: int = 2,
         nan_policy: Optional[str] = None, keep_going: bool = False,
         overwrite: bool = False, restart: bool = False,
-        requantize: bool = False, streams: int = 2, ties: TiesLike = True,
+        requantize: bool = False, streams: Optional[int] = None,
+        ties: TiesLike = True,
         part: Union[tuple[int, int], str, None] = None,
         progress: ProgressLike = False,
         rounding: Optional[ModelRounding] = None, inputs: InputsLike = None,
@@ -126,7 +127,8 @@ def quantize_model(
     restart: do finished shards again as well.
     requantize: take blocks of GGUF and checkpoints of other programs too, and
         quantize what they decode to.
-    streams: tensors on their way at once, each on a stream of its own.
+    streams: tensors on their way at once, each on a stream of its own. None: as
+        many as the server has threads for a caller, 2 to 16.
     ties: tensors that share one outer scale, such as nvfp4 has. True: q/k/v,
         gate/up and w1/w3, which runtimes fuse, by their usual names. False:
         none. Patterns, such as "{layer}.self_attn.{q,k,v}_proj.weight", come
@@ -209,7 +211,8 @@ def _quantize(
         inputs: InputsLike, importance: Optional[Mapping[str, InputSquares]],
         layout: str, scheme: str, activations: str, kv_cache: str,
         ignore: Optional[Iterable[str]], gguf_metadata: Optional[Path],
-        keep_going: bool = False, restart: bool = False, streams: int = 1,
+        keep_going: bool = False, restart: bool = False,
+        streams: Optional[int] = None,
         part: Union[tuple[int, int], str, None] = None,
         progress: ProgressLike = False) -> QuantizedModel:
     if client is None and (bool(model) if store is None else store):
@@ -219,7 +222,9 @@ def _quantize(
         raise errors.argument_invalid(
             "expected a model or store=True with a revision", "revision")
     flags = [f"--output={_engine.path_of(target, 'target')}",
-             f"--min-rank={min_rank}", f"--streams={streams}"]
+             f"--min-rank={min_rank}"]
+    if streams is not None:
+        flags.append(f"--streams={streams}")
     flags += [flag for flag, is_set in (
         ("--store", store), ("--no-store", store is False), ("--join", joins),
         ("--force", overwrite), ("--requantize", requantize),
