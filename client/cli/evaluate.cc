@@ -67,7 +67,6 @@ struct EvaluateOptions {
   jobs::InputsOptions inputs;
   // The file of --importance.
   std::string importance;
-  // On the machine of the server one keeps it busy.
   StreamsOption streams;
 };
 

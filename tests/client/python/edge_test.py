@@ -69,6 +69,27 @@ def stored(client, name):
     return found.statistics, found.state.SerializeToString(), gram
 
 
+@pytest.fixture(autouse=True)
+def of_torch(monkeypatch):
+    """Tensors of torch are worked on as on other devices."""
+    monkeypatch.setattr(quantd.edge, "_DEVICES_OF_NUMPY", ())
+
+
+@pytest.mark.parametrize("element_type", FLOATS)
+def test_numpy_works_on_what_torch_has_on_the_cpu(element_type, monkeypatch):
+    monkeypatch.undo()
+    tensors = [tensor((600, 300), element_type, seed) for seed in range(2)]
+    for options in {}, {"granularity": quantd.per_channel(0), "moments": True}:
+        made = state_of(tensors, "torch", **options)
+        assert made.serialized() == state_of(tensors, "numpy",
+                                             **options).serialized()
+        assert all(isinstance(row, np.ndarray) for row in made._bins.table)
+    with pytest.raises(quantd.QuantdError) as caught:
+        quantd.edge.State().update(tensors[0], "float64" if element_type ==
+                                   "float32" else "float32")
+    assert caught.value.reason == "ARGUMENT_INVALID"
+
+
 CASES = [
     ((3, 50), None, 0), ((3, 50), quantd.per_channel(1), 0),
     ((50, 3, 5), quantd.per_channel(0), 10), ((6, 70), quantd.group(32), 2),

@@ -14,6 +14,7 @@ from quantd.tensor import ELEMENT_DTYPES, Array
 _EXACT_COUNT = 1 << 20
 # Bins are counted in an array up to this number of them.
 _DENSE_COUNT = 1 << 20
+_IN_CACHE = 1 << 18
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _SIGN = 1 << 31
 
@@ -23,13 +24,31 @@ class NumpyKernels:
     all elements are."""
 
     @staticmethod
-    def floats(array: Any, element_type: Optional[str]) -> tuple[Array, str]:
-        """Floats of numpy, of any size, and their element type."""
+    def elements(array: Any, element_type: Optional[str]
+                 ) -> tuple[Array, tuple[int, ...], str]:
+        """The elements as they are, their shape and their type."""
         reals = _arrays.reals(array, element_type)
-        values = reals.data.view(ELEMENT_DTYPES[reals.element_type])
-        if reals.element_type == "bfloat16":
-            values = (values.astype(np.uint32) << 16).view(np.float32)
-        return values.reshape(reals.shape), reals.element_type
+        return (reals.data.view(ELEMENT_DTYPES[reals.element_type]),
+                reals.shape, reals.element_type)
+
+    @staticmethod
+    def counts_of_patterns(elements: Array, count: int) -> Array:
+        """How often elements of 16 bits have each pattern."""
+        bits = elements.reshape(-1).view(np.uint16)
+        found = np.zeros(count, np.int64)
+        # What numpy makes of them in between stays in the cache.
+        for begin in range(0, len(bits), _IN_CACHE):
+            found += np.bincount(bits[begin:begin + _IN_CACHE],
+                                 minlength=count)
+        return found
+
+    @staticmethod
+    def floats(elements: Array, shape: Sequence[int], element_type: str
+               ) -> Array:
+        """Floats of numpy, of any size."""
+        if element_type == "bfloat16":
+            elements = (elements.astype(np.uint32) << 16).view(np.float32)
+        return elements.reshape(shape)
 
     @staticmethod
     def to_float32(array: Array) -> Array:
@@ -116,24 +135,26 @@ class NumpyKernels:
 
     @staticmethod
     def sums(keys: Array, values: Sequence[Array], key_count: int
-             ) -> tuple[Array, list[Array]]:
+             ) -> tuple[Optional[Array], list[Array]]:
         """The distinct keys in order, and by them how many there are and the
-        sums of values below 2^42."""
+        sums of values below 2^42. None in place of the keys: by all of them."""
         if key_count <= _DENSE_COUNT:
-            counts = np.bincount(keys, minlength=key_count)
-            found = np.flatnonzero(counts)
-            return found, [counts[found], *(
-                _sums(keys, value, key_count)[found] for value in values)]
+            return None, [np.bincount(keys, minlength=key_count), *(
+                _sums(keys, value, key_count) for value in values)]
         found, places, counts = np.unique(keys, return_inverse=True,
                                           return_counts=True)
         return found, [counts, *(_sums(places, value, len(found))
                                  for value in values)]
 
     @staticmethod
+    def places(counts: Array) -> Array:
+        """Of those that are not 0."""
+        return np.flatnonzero(counts)
+
+    @staticmethod
     def sums_of_pairs(keys: Array, values: Sequence[Array]
                       ) -> tuple[Array, list[Array]]:
-        """The distinct keys in order, each of which comes once or twice, and
-        the sums by them."""
+        """The distinct keys in order, and the sums by them."""
         order = np.argsort(keys, kind="stable")
         keys = keys[order]
         firsts = np.flatnonzero(np.diff(keys, prepend=-1))

@@ -14,6 +14,8 @@ from quantd import errors
 _ELEMENT_TYPES = {torch.float32: "float32", torch.float64: "float64",
                   torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _DENSE_COUNT = 1 << 20
+# Four bytes of memory for each, while they are counted.
+_PATTERNS_AT_ONCE = 1 << 24
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _SIGN = 1 << 31
 
@@ -22,18 +24,33 @@ class TorchKernels:
     """See NumpyKernels."""
 
     @staticmethod
-    def floats(array: torch.Tensor, element_type: Optional[str]
-               ) -> tuple[torch.Tensor, str]:
-        """The tensor, and its element type."""
+    def elements(array: torch.Tensor, element_type: Optional[str]
+                 ) -> tuple[torch.Tensor, tuple[int, ...], str]:
+        """See NumpyKernels."""
         found = _ELEMENT_TYPES.get(array.dtype)
         if found is None or element_type not in (None, found):
             raise errors.argument_invalid(
                 f"expected elements of {element_type or 'floating point'}, got "
                 f"{array.dtype}", "array")
-        if found in ("float16", "bfloat16"):
-            # Exact, and everything works on it on every device.
-            array = array.float()
-        return array, found
+        return array, tuple(array.shape), found
+
+    @staticmethod
+    def counts_of_patterns(elements: torch.Tensor, count: int) -> torch.Tensor:
+        """See NumpyKernels."""
+        bits = elements.contiguous().view(-1).view(torch.int16)
+        found = torch.zeros(count, dtype=torch.int64, device=bits.device)
+        for some in bits.split(_PATTERNS_AT_ONCE):
+            found += torch.bincount(some.int() & (count - 1), minlength=count)
+        return found
+
+    @staticmethod
+    def floats(elements: torch.Tensor, shape: Sequence[int], element_type: str
+               ) -> torch.Tensor:
+        """See NumpyKernels."""
+        del shape
+        # Exact, and everything works on it on every device.
+        return elements.float() if element_type in (
+            "float16", "bfloat16") else elements
 
     @staticmethod
     def to_float32(array: torch.Tensor) -> torch.Tensor:
@@ -113,18 +130,21 @@ class TorchKernels:
 
     @staticmethod
     def sums(keys: torch.Tensor, values: Sequence[torch.Tensor],
-             key_count: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The distinct keys in order, and by them how many there are and the
-        sums of values."""
+             key_count: int
+             ) -> tuple[Optional[torch.Tensor], list[torch.Tensor]]:
+        """See NumpyKernels."""
         if key_count <= _DENSE_COUNT:
-            counts = torch.bincount(keys, minlength=key_count)
-            found = counts.nonzero().reshape(-1)
-            return found, [counts[found], *(
-                _sums(keys, value, key_count)[found] for value in values)]
+            return None, [torch.bincount(keys, minlength=key_count), *(
+                _sums(keys, value, key_count) for value in values)]
         found, places, counts = torch.unique(
             keys, return_inverse=True, return_counts=True)
         return found, [counts, *(_sums(places, value, len(found))
                                  for value in values)]
+
+    @staticmethod
+    def places(counts: torch.Tensor) -> torch.Tensor:
+        """See NumpyKernels."""
+        return counts.nonzero().reshape(-1)
 
     @staticmethod
     def sums_of_pairs(keys: torch.Tensor, values: Sequence[torch.Tensor]

@@ -33,6 +33,10 @@ _MANTISSA_BITS = range(2, 11)
 # Elements that are worked on at once: what is made of them takes some tens of
 # bytes for each, and the sum of squares of 21 bits must fit.
 _AT_ONCE = 1 << 20
+# Those whose tensors of torch numpy works on.
+_DEVICES_OF_NUMPY = ("cpu",)
+# Patterns of 16 bits.
+_PATTERNS = 1 << 16
 # Largest code of a Gram matrix, and the number of rows for which sums of
 # products are exact.
 _LARGEST_CODE = (1 << 20) - 1
@@ -47,17 +51,27 @@ _EXPONENT_MASK = 0xFF
 _HALF_SQUARE = (1 << 24) - 1
 
 
-def _kernels_of(array: Any) -> Any:
-    """Kernels that work on the array, and the array as those take it."""
+def _kernels_of(array: Any, element_type: Optional[str], multiplies: bool
+                ) -> tuple[Any, Any, Optional[str]]:
+    """Kernels that work on the array, the array as those take it, and its
+    element type where it does not tell. multiplies: a Gram matrix is made."""
     if _sharding.is_sharded(array):
         raise errors.argument_invalid(
             "expected the local part of a DTensor, and slice_of of the State",
             "array")
-    if _arrays.is_torch(array):
-        # pylint: disable-next=import-outside-toplevel
-        from quantd._edge_torch import TorchKernels
-        return TorchKernels, array.detach()
-    return NumpyKernels, array
+    if not _arrays.is_torch(array):
+        return NumpyKernels, array, element_type
+    # numpy counts several times faster, torch may multiply so.
+    if array.device.type in _DEVICES_OF_NUMPY and not multiplies:
+        array, found = _arrays.to_numpy(array)
+        if element_type not in (None, found or array.dtype.name):
+            raise errors.argument_invalid(
+                f"expected elements of {element_type}, got "
+                f"{found or array.dtype}", "array")
+        return NumpyKernels, array, found
+    # pylint: disable-next=import-outside-toplevel
+    from quantd._edge_torch import TorchKernels
+    return TorchKernels, array.detach(), element_type
 
 
 class _Sums:
@@ -65,10 +79,18 @@ class _Sums:
 
     def __init__(self) -> None:
         self._keys: Any = None
-        self.table: Any = None
+        self.table: list[Any] = []
+        # Rows that have a number for every key, and are not in the table yet.
+        self._whole: list[Any] = []
 
     def add(self, kernels: Any, keys: Any, table: list[Any]) -> None:
-        """Distinct keys in order, and of each row one number for each."""
+        """keys: distinct and in order, of the numbers of each row; None: a row
+        has a number for every key, and settle() has to follow."""
+        if keys is None:
+            for own, more in zip(self._whole, table):
+                own += more
+            self._whole = self._whole or table
+            return
         if self._keys is not None:
             joined = kernels.join(self._keys, keys)
             keys, table = kernels.sums_of_pairs(joined, [
@@ -76,12 +98,42 @@ class _Sums:
                 for own, more in zip(self.table, table)])
         self._keys, self.table = keys, table
 
+    def settle(self, kernels: Any) -> None:
+        """Keeps the keys that came: whole rows take megabytes."""
+        if self._whole:
+            keys = kernels.places(self._whole[0])
+            self.add(kernels, keys, [row[keys] for row in self._whole])
+            self._whole = []
+
     def to_numpy(self, kernels: Any) -> tuple[Array, Array]:
         """Keys and the table."""
         if self._keys is None:
             return np.empty(0, np.int64), np.empty((4, 0), np.int64)
         return kernels.to_numpy(self._keys), np.stack(
             [kernels.to_numpy(row) for row in self.table])
+
+
+class _Patterns:
+    """How often elements of 16 bits have each pattern, which is all that
+    statistics of a whole tensor need of them."""
+
+    def __init__(self, element_type: str) -> None:
+        self._element_type = element_type
+        self.counts: Any = None
+
+    def add(self, counts: Any) -> None:
+        """Of each pattern."""
+        self.counts = counts if self.counts is None else self.counts + counts
+
+    def to_numpy(self, kernels: Any) -> tuple[Array, Array]:
+        """The elements that came, as float32, and how often each did."""
+        counts = kernels.to_numpy(self.counts)
+        patterns = np.flatnonzero(counts)
+        bits = patterns.astype(np.uint16)
+        values = (bits.view(np.float16).astype(np.float32)
+                  if self._element_type == "float16" else
+                  (bits.astype(np.uint32) << 16).view(np.float32))
+        return values, counts[patterns]
 
 
 def _exact_sums(sums: Sequence[int], unit: int) -> statistics_pb2.ExactSums:
@@ -151,6 +203,9 @@ class State:
         self._block_size: tuple[int, ...] = ()
         self._scale_shape: tuple[int, ...] = ()
         self._bits = 0
+        # Of tensors of 16 bits that the granularity does not divide, by element
+        # type; what comes below is that of others.
+        self._patterns: dict[str, _Patterns] = {}
         # Counts of all elements; then of NaN, +Inf, -Inf and zeros.
         self._counts = [0] * 5
         self._extremes: Any = None
@@ -175,8 +230,8 @@ class State:
     @property
     def size_bytes(self) -> int:
         """Bytes that the state takes in memory."""
-        arrays = [*self._gram, *(self._bins.table or ()),
-                  *(self._powers.table or ())]
+        arrays = [*self._gram, *self._bins.table, *self._powers.table, *(
+            patterns.counts for patterns in self._patterns.values())]
         return 8 * (len(arrays) and sum(
             math.prod(array.shape) for array in arrays)) + 64
 
@@ -185,28 +240,38 @@ class State:
 
         Raises: ARGUMENT_INVALID.
         """
-        kernels, array = _kernels_of(array)
-        array, found = kernels.floats(array, element_type)
-        shape = tuple(int(extent) for extent in array.shape)
+        kernels, array, element_type = _kernels_of(
+            array, element_type, self.step_exponent is not None)
+        array, shape, found = kernels.elements(array, element_type)
         self._begin(kernels, shape, found)
         if math.prod(shape) == 0:
             return
         self._counts[0] += math.prod(shape)
+        has_patterns = found in ("bfloat16", "float16") and (
+            math.prod(self._scale_shape) == 1)
+        if has_patterns:
+            self._patterns.setdefault(found, _Patterns(found)).add(
+                kernels.counts_of_patterns(array, _PATTERNS))
+            if not self.moments and self.step_exponent is None:
+                return
+        array = kernels.floats(array, shape, found)
         finite = kernels.is_finite(array)
         is_whole = kernels.is_all(finite)
-        if not is_whole:
-            self._count_non_finite(array, finite)
-        self._add_extremes(array, None if is_whole else finite)
         floats = kernels.to_float32(array)
         if self.moments:
             self._add_moments(floats, shape, finite)
-        exact = found == "bfloat16" and self._bits >= 7 or (
-            found == "float16" and self._bits >= 10)
-        for begin in range(0, math.prod(shape), _AT_ONCE):
-            self._add_bins(floats.reshape(-1)[begin:begin + _AT_ONCE], begin,
-                           shape, exact,
-                           None if is_whole else
-                           finite.reshape(-1)[begin:begin + _AT_ONCE])
+        if not has_patterns:
+            if not is_whole:
+                self._count_non_finite(array, finite)
+            self._add_extremes(array, None if is_whole else finite)
+            exact = found == "bfloat16" and self._bits >= 7 or (
+                found == "float16" and self._bits >= 10)
+            for begin in range(0, math.prod(shape), _AT_ONCE):
+                self._add_bins(floats.reshape(-1)[begin:begin + _AT_ONCE],
+                               begin, shape, exact,
+                               None if is_whole else
+                               finite.reshape(-1)[begin:begin + _AT_ONCE])
+            self._bins.settle(kernels)
         if self.step_exponent is not None:
             self._add_rows(floats.reshape(-1, shape[-1]), None if is_whole else
                            finite.reshape(-1, shape[-1]))
@@ -354,11 +419,9 @@ class State:
         found, sums = kernels.sums(keys, values, scale_count << key_bits)
         zeros = sums[0] * 0
         low, squares = sums[1:] if len(sums) > 1 else (zeros, zeros)
+        # Neither half overflows.
         self._bins.add(kernels, found, [sums[0], low, squares & _LOW,
                                         squares >> 32])
-        # Neither half overflows.
-        table = self._bins.table
-        table[2], table[3] = table[2] & _LOW, table[3] + (table[2] >> 32)
 
     def _scale_index(self, offsets: Any, shape: tuple[int, ...]) -> Any:
         """Scale index of elements by their offsets."""
@@ -398,6 +461,7 @@ class State:
             self._powers.add(kernels, *kernels.sums(
                 keys, [mantissas, squares & _HALF_SQUARE, squares >> 24],
                 features << _POWER_BITS))
+        self._powers.settle(kernels)
 
     def _add_rows(self, rows: Any, finite: Any) -> None:
         kernels = self._kernels
@@ -464,34 +528,64 @@ class State:
         scale_count = math.prod(self._scale_shape)
         low, high = np.full(scale_count, np.inf), np.full(scale_count, -np.inf)
         if self._extremes is not None:
-            # -0 counts as +0.
-            low, high = (kernels.to_numpy(extreme).astype(np.float64) + 0.0
+            low, high = (kernels.to_numpy(extreme).astype(np.float64)
                          for extreme in self._extremes)
+        non_finite = np.zeros(scale_count, bool)
+        if self._non_finite is not None:
+            non_finite |= kernels.to_numpy(self._non_finite)
+        count, *special = self._counts
+        keys, table = self._bins.to_numpy(kernels)
+        for patterns in self._patterns.values():
+            values, times = patterns.to_numpy(kernels)
+            finite = np.isfinite(values)
+            for place, selected in enumerate((
+                    np.isnan(values), values == np.inf, values == -np.inf,
+                    values == 0)):
+                special[place] += int(times[selected].sum())
+            non_finite |= not finite.all()
+            values, times = values[finite], times[finite]
+            low = np.minimum(low, values.min(initial=np.inf))
+            high = np.maximum(high, values.max(initial=-np.inf))
+            more_keys, more = self._bins_of(values, times)
+            keys, rows = NumpyKernels.sums_of_pairs(
+                np.concatenate([keys, more_keys]),
+                list(np.concatenate([table, more], axis=1)))
+            table = np.stack(rows)
+        # -0 counts as +0.
+        low, high = low + 0.0, high + 0.0
         message.min.extend(low.tolist())
         message.max.extend(high.tolist())
-        total, nan, positive, negative, zero = self._counts
         statistics = message.statistics
-        statistics.count, statistics.zero_count = total, zero
-        statistics.nan_count = nan
-        statistics.positive_infinity_count = positive
-        statistics.negative_infinity_count = negative
+        statistics.count = count
+        (statistics.nan_count, statistics.positive_infinity_count,
+         statistics.negative_infinity_count, statistics.zero_count) = special
         if scale_count and low.min() <= high.max():
             statistics.min, statistics.max = low.min(), high.max()
-        if self._non_finite is not None:
-            message.non_finite_scale_index.extend(np.flatnonzero(
-                kernels.to_numpy(self._non_finite)).tolist())
-        self._add_histograms(message, scale_count)
+        message.non_finite_scale_index.extend(
+            np.flatnonzero(non_finite).tolist())
+        self._add_histograms(message, scale_count, keys, table)
         return message
 
+    def _bins_of(self, values: Array, times: Array) -> tuple[Array, Array]:
+        """Keys and rows of the bins of values that came so many times. A key
+        may come more than once."""
+        keys, low = NumpyKernels.keys(values, self._bits)
+        squares = low * low
+        # In two parts, so that no product overflows, as those of 32 bits.
+        small = (squares & _HALF_SQUARE) * times
+        large = (squares >> 24) * times
+        return keys, np.stack([times, low * times,
+                               small + ((large & 0xFF) << 24), large >> 8])
+
     def _add_histograms(self, message: statistics_pb2.StatisticsState,
-                        scale_count: int) -> None:
+                        scale_count: int, keys: Array, table: Array) -> None:
         key_bits = 9 + self._bits
-        keys, table = self._bins.to_numpy(self._kernels)
         # The first bin of each scale index, and the end.
         edges = np.searchsorted(keys, np.arange(scale_count + 1) << key_bits)
         keys &= (1 << key_bits) - 1
+        table[3] += table[2] >> 32
         squares = (table[3].astype(np.uint64) << np.uint64(32)) | (
-            table[2].astype(np.uint64))
+            table[2] & _LOW).astype(np.uint64)
         high = table[3] >> 32
         for begin, end in zip(edges[:-1], edges[1:]):
             histogram = message.histograms.add()
