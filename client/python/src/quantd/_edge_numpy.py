@@ -43,6 +43,26 @@ class NumpyKernels:
         return found
 
     @staticmethod
+    def sums_of_halves(elements: Array, count: int) -> list[Array]:
+        """Of float32, by their upper 16 bits: how often they come, and sums of
+        the lower 16 bits and of their squares."""
+        halves = elements.reshape(-1).view(np.uint16).reshape(-1, 2)
+        found = [np.zeros(count, np.int64) for _ in range(3)]
+        for begin in range(0, len(halves), _IN_CACHE):
+            some = halves[begin:begin + _IN_CACHE]
+            upper, lower = some[:, 1].astype(np.intp), some[:, 0].astype(float)
+            found[0] += np.bincount(upper, minlength=count)
+            # Exact: below 2^53.
+            found[1] += np.bincount(upper, lower, count).astype(np.int64)
+            found[2] += np.bincount(upper, lower * lower, count).astype(np.int64)
+        return found
+
+    @staticmethod
+    def count_of_minus_zeros(elements: Array) -> int:
+        """Of float32."""
+        return int(np.count_nonzero(elements.view(np.uint32) == _SIGN))
+
+    @staticmethod
     def floats(elements: Array, shape: Sequence[int], element_type: str
                ) -> Array:
         """Floats of numpy, of any size."""

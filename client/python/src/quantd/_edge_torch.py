@@ -16,6 +16,8 @@ _ELEMENT_TYPES = {torch.float32: "float32", torch.float64: "float64",
 _DENSE_COUNT = 1 << 20
 # Four bytes of memory for each, while they are counted.
 _PATTERNS_AT_ONCE = 1 << 24
+# Some 32 bytes for each.
+_HALVES_AT_ONCE = 1 << 22
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _SIGN = 1 << 31
 
@@ -42,6 +44,26 @@ class TorchKernels:
         for some in bits.split(_PATTERNS_AT_ONCE):
             found += torch.bincount(some.int() & (count - 1), minlength=count)
         return found
+
+    @staticmethod
+    def sums_of_halves(elements: torch.Tensor, count: int
+                       ) -> list[torch.Tensor]:
+        """See NumpyKernels."""
+        bits = elements.contiguous().view(-1).view(torch.int32)
+        found = [torch.zeros(count, dtype=torch.int64, device=bits.device)
+                 for _ in range(3)]
+        for some in bits.split(_HALVES_AT_ONCE):
+            upper = (some >> 16 & (count - 1)).long()
+            lower = (some & (count - 1)).long()
+            for own, value in zip(found, (torch.ones_like(lower), lower,
+                                          lower * lower)):
+                own.index_add_(0, upper, value)
+        return found
+
+    @staticmethod
+    def count_of_minus_zeros(elements: torch.Tensor) -> int:
+        """See NumpyKernels."""
+        return int((elements.contiguous().view(torch.int32) == -_SIGN).sum())
 
     @staticmethod
     def floats(elements: torch.Tensor, shape: Sequence[int], element_type: str

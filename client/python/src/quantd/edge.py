@@ -35,8 +35,12 @@ _MANTISSA_BITS = range(2, 11)
 _AT_ONCE = 1 << 20
 # Those whose tensors of torch numpy works on.
 _DEVICES_OF_NUMPY = ("cpu",)
-# Patterns of 16 bits.
+# Patterns of 16 bits, and the one of the upper bits of -0.
 _PATTERNS = 1 << 16
+_MINUS_ZERO = 1 << 15
+# Most bits of mantissas for which the bins of float32 follow from its upper 16
+# bits.
+_MOST_HALF_BITS = 7
 # Largest code of a Gram matrix, and the number of rows for which sums of
 # products are exact.
 _LARGEST_CODE = (1 << 20) - 1
@@ -206,6 +210,8 @@ class State:
         # Of tensors of 16 bits that the granularity does not divide, by element
         # type; what comes below is that of others.
         self._patterns: dict[str, _Patterns] = {}
+        # Like _bins, of float32 that the granularity does not divide.
+        self._halves = _Sums()
         # Counts of all elements; then of NaN, +Inf, -Inf and zeros.
         self._counts = [0] * 5
         self._extremes: Any = None
@@ -230,8 +236,9 @@ class State:
     @property
     def size_bytes(self) -> int:
         """Bytes that the state takes in memory."""
-        arrays = [*self._gram, *self._bins.table, *self._powers.table, *(
-            patterns.counts for patterns in self._patterns.values())]
+        arrays = [*self._gram, *self._bins.table, *self._halves.table,
+                  *self._powers.table, *(
+                      patterns.counts for patterns in self._patterns.values())]
         return 8 * (len(arrays) and sum(
             math.prod(array.shape) for array in arrays)) + 64
 
@@ -247,16 +254,21 @@ class State:
         if math.prod(shape) == 0:
             return
         self._counts[0] += math.prod(shape)
-        has_patterns = found in ("bfloat16", "float16") and (
-            math.prod(self._scale_shape) == 1)
+        is_undivided = math.prod(self._scale_shape) == 1
+        has_patterns = is_undivided and found in ("bfloat16", "float16")
         if has_patterns:
             self._patterns.setdefault(found, _Patterns(found)).add(
                 kernels.counts_of_patterns(array, _PATTERNS))
             if not self.moments and self.step_exponent is None:
                 return
+        has_halves = is_undivided and found == "float32" and (
+            self._bits <= _MOST_HALF_BITS)
+        is_whole = has_halves and self._add_halves(array)
         array = kernels.floats(array, shape, found)
-        finite = kernels.is_finite(array)
-        is_whole = kernels.is_all(finite)
+        finite: Any = None
+        if not is_whole or self.moments:
+            finite = kernels.is_finite(array)
+            is_whole = kernels.is_all(finite)
         floats = kernels.to_float32(array)
         if self.moments:
             self._add_moments(floats, shape, finite)
@@ -264,6 +276,7 @@ class State:
             if not is_whole:
                 self._count_non_finite(array, finite)
             self._add_extremes(array, None if is_whole else finite)
+        if not has_patterns and not has_halves:
             exact = found == "bfloat16" and self._bits >= 7 or (
                 found == "float16" and self._bits >= 10)
             for begin in range(0, math.prod(shape), _AT_ONCE):
@@ -423,6 +436,31 @@ class State:
         self._bins.add(kernels, found, [sums[0], low, squares & _LOW,
                                         squares >> 32])
 
+    def _add_halves(self, array: Any) -> bool:
+        """Adds the bins of float32. Returns True if all of it is finite."""
+        kernels = self._kernels
+        times, low, squares = map(kernels.to_numpy, kernels.sums_of_halves(
+            array, _PATTERNS))
+        if times[_MINUS_ZERO]:
+            zeros = kernels.count_of_minus_zeros(array)
+            times[_MINUS_ZERO] -= zeros
+            times[0] += zeros
+        bits = np.arange(_PATTERNS, dtype=np.uint32) << 16
+        is_whole = not times[~np.isfinite(bits.view(np.float32))].any()
+        kept = np.flatnonzero(times * np.isfinite(bits.view(np.float32)))
+        # With a lower bit, so that none is -0.
+        keys, _ = NumpyKernels.keys((bits[kept] | 1).view(np.float32),
+                                    self._bits)
+        times, low, squares = times[kept], low[kept], squares[kept]
+        # Low bits of a bin are these, 2^16 * upper, and the lower half.
+        upper = kept & (1 << _MOST_HALF_BITS - self._bits) - 1
+        products = 2 * upper * low
+        self._halves.add(NumpyKernels, *NumpyKernels.sums_of_pairs(keys, [
+            times, (upper * times << 16) + low,
+            (squares & _LOW) + ((products & 0xFFFF) << 16),
+            (squares >> 32) + (products >> 16) + upper * upper * times]))
+        return is_whole
+
     def _scale_index(self, offsets: Any, shape: tuple[int, ...]) -> Any:
         """Scale index of elements by their offsets."""
         index = 0
@@ -534,7 +572,8 @@ class State:
         if self._non_finite is not None:
             non_finite |= kernels.to_numpy(self._non_finite)
         count, *special = self._counts
-        keys, table = self._bins.to_numpy(kernels)
+        bins = [self._bins.to_numpy(kernels),
+                self._halves.to_numpy(NumpyKernels)]
         for patterns in self._patterns.values():
             values, times = patterns.to_numpy(kernels)
             finite = np.isfinite(values)
@@ -546,11 +585,10 @@ class State:
             values, times = values[finite], times[finite]
             low = np.minimum(low, values.min(initial=np.inf))
             high = np.maximum(high, values.max(initial=-np.inf))
-            more_keys, more = self._bins_of(values, times)
-            keys, rows = NumpyKernels.sums_of_pairs(
-                np.concatenate([keys, more_keys]),
-                list(np.concatenate([table, more], axis=1)))
-            table = np.stack(rows)
+            bins.append(self._bins_of(values, times))
+        keys, rows = NumpyKernels.sums_of_pairs(
+            np.concatenate([some for some, _ in bins]),
+            list(np.concatenate([table for _, table in bins], axis=1)))
         # -0 counts as +0.
         low, high = low + 0.0, high + 0.0
         message.min.extend(low.tolist())
@@ -563,7 +601,7 @@ class State:
             statistics.min, statistics.max = low.min(), high.max()
         message.non_finite_scale_index.extend(
             np.flatnonzero(non_finite).tolist())
-        self._add_histograms(message, scale_count, keys, table)
+        self._add_histograms(message, scale_count, keys, np.stack(rows))
         return message
 
     def _bins_of(self, values: Array, times: Array) -> tuple[Array, Array]:
