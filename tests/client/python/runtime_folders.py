@@ -106,6 +106,19 @@ def check_config(folder):
     return config
 
 
+def write_shards(folder, shards):
+    """The two files of a model, their index and a configuration."""
+    paths = [f"model-0000{i + 1}-of-00002.safetensors" for i in range(2)]
+    for path, tensors in zip(paths, shards):
+        quantd.save(folder / path, tensors)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({
+        "metadata": {}, "weight_map": {
+            name: path for path, tensors in zip(paths, shards)
+            for name in tensors}}))
+    (folder / "config.json").write_text('{"model_type": "test"}')
+    return folder
+
+
 def write_attention(folder, names=("q_proj", "k_proj", "v_proj"), norms=(),
                     more=()):
     """A layer in two shards."""
@@ -117,15 +130,7 @@ def write_attention(folder, names=("q_proj", "k_proj", "v_proj"), norms=(),
             for name in norms},
          "layers.0.mlp.up.weight": rng.standard_normal((32, 64), np.float32),
          **{name: np.ones(3, np.float32) for name in more}}]
-    paths = [f"model-0000{i + 1}-of-00002.safetensors" for i in range(2)]
-    for path, tensors in zip(paths, shards):
-        quantd.save(folder / path, tensors)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({
-        "metadata": {}, "weight_map": {
-            name: path for path, tensors in zip(paths, shards)
-            for name in tensors}}))
-    (folder / "config.json").write_text('{"model_type": "test"}')
-    return folder
+    return write_shards(folder, shards)
 
 
 EXPERTS = "model.layers.0.mlp.experts"
@@ -156,15 +161,7 @@ def write_experts(folder, layout):
             shards[0][f"{EXPERTS}.{n}.gate_proj.weight"] = gate_up[n, :128]
             shards[0][f"{EXPERTS}.{n}.up_proj.weight"] = gate_up[n, 128:]
             shards[1][f"{EXPERTS}.{n}.down_proj.weight"] = down[n]
-    paths = [f"model-0000{i + 1}-of-00002.safetensors" for i in range(2)]
-    for path, tensors in zip(paths, shards):
-        quantd.save(folder / path, tensors)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({
-        "metadata": {}, "weight_map": {
-            name: path for path, tensors in zip(paths, shards)
-            for name in tensors}}))
-    (folder / "config.json").write_text('{"model_type": "test"}')
-    return folder
+    return write_shards(folder, shards)
 
 
 def write_modules(folder, shapes, dtype=np.float32):

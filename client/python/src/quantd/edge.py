@@ -446,8 +446,9 @@ class State:
             times[_MINUS_ZERO] -= zeros
             times[0] += zeros
         bits = np.arange(_PATTERNS, dtype=np.uint32) << 16
-        is_whole = not times[~np.isfinite(bits.view(np.float32))].any()
-        kept = np.flatnonzero(times * np.isfinite(bits.view(np.float32)))
+        finite = np.isfinite(bits.view(np.float32))
+        is_whole = not times[~finite].any()
+        kept = np.flatnonzero(times * finite)
         # With a lower bit, so that none is -0.
         keys, _ = NumpyKernels.keys((bits[kept] | 1).view(np.float32),
                                     self._bits)
